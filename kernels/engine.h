@@ -1,0 +1,104 @@
+/* The engine's contract: a batch of validated blocks in, kept token indices out.
+ *
+ * An engine is a table of functions. The CPU engine is linked in; the CUDA engine is a module
+ * opened with dlopen() that exports the same table (kernels/cuda). The answer for a block does not
+ * depend on its neighbours in the batch, the number of threads, or the run: bit for bit.
+ *
+ * Thread  an engine belongs to one thread: all calls on one `dkv_engine` from that thread.
+ */
+#ifndef DKV_KERNELS_ENGINE_H
+#define DKV_KERNELS_ENGINE_H
+
+#include "proto/request.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DKV_ENGINE_ABI 1u
+
+/* One block of a batch.
+ *
+ * block, params, plan   what dkv_request_validate() accepted; borrowed until the batch is done.
+ * keep_out    host int32 [kv_heads][plan->keep_tokens], ascending; indices are stored ordinals,
+ *             valid_from .. n_tokens-1.
+ * scores_out  host float32 [kv_heads][n_tokens] or NULL: raw scores before pooling, descaled;
+ *             0 before valid_from.
+ * status, error   written by the engine. On anything but DKV_OK the outputs are undefined and only
+ *                 this item failed; its neighbours are answered.
+ */
+struct dkv_item {
+    const struct dkv_block *block;
+    const struct dkv_params *params;
+    const struct dkv_plan *plan;
+    int32_t *keep_out;
+    float *scores_out;
+    enum dkv_status status;
+    struct dkv_error error;
+};
+
+struct dkv_engine_config {
+    unsigned threads; /* CPU engine: worker threads, the caller's included; 0: one per CPU this
+                         process may use */
+    int device;       /* CUDA engine: device ordinal */
+    size_t max_batch_bytes;   /* host bytes of one batch that staging is sized for; 0: default */
+    unsigned max_batch_items; /* 0: default */
+    void *stream;             /* CUDA engine: the caller's stream and context; NULL: its own */
+};
+
+struct dkv_engine_info {
+    char backend[64]; /* "cpu/avx512bf16", "cuda/sm_90a": what logs, metrics and replies name */
+    char device[96];  /* "Intel(R) Xeon(R) ..., 2 threads", "NVIDIA H200" */
+    unsigned threads;
+    uint64_t scratch_bytes; /* working memory held now, beyond inputs and outputs */
+    uint64_t scratch_peak_bytes;
+};
+
+struct dkv_engine;
+
+struct dkv_engine_ops {
+    uint32_t abi;     /* DKV_ENGINE_ABI: a module of another number is refused */
+    const char *name; /* "cpu", "cuda" */
+
+    /* Opens a device, makes threads, streams and scratch. UNSUPPORTED if this machine cannot run
+     * this engine, with the reason. `config` may be NULL. */
+    enum dkv_status (*open)(const struct dkv_engine_config *config, struct dkv_engine **engine_out,
+                            struct dkv_error *err);
+    void (*close)(struct dkv_engine *engine); /* NULL is fine */
+    void (*info)(const struct dkv_engine *engine, struct dkv_engine_info *info_out);
+
+    /* Starts a batch; items must stay where they are until wait() returned. An engine may do all
+     * the work here. At most max_in_flight batches at a time, answered in order. An error means
+     * that nothing was started. */
+    enum dkv_status (*submit)(struct dkv_engine *engine, struct dkv_item *items, size_t n_items,
+                              struct dkv_error *err);
+
+    /* Blocks until the oldest batch is done and its items' outputs are written and checked. Only
+     * DKV_E_DEVICE is returned (the device is lost, no item of the batch has an answer);
+     * everything else is in the items. */
+    enum dkv_status (*wait)(struct dkv_engine *engine, struct dkv_error *err);
+    unsigned max_in_flight;
+};
+
+/* The CPU engine: always there. */
+extern const struct dkv_engine_ops dkv_engine_cpu;
+
+/* submit() and wait() in one. */
+static inline enum dkv_status dkv_engine_run(const struct dkv_engine_ops *ops,
+                                             struct dkv_engine *engine, struct dkv_item *items,
+                                             size_t n_items, struct dkv_error *err)
+{
+    enum dkv_status status = ops->submit(engine, items, n_items, err);
+    return status == DKV_OK ? ops->wait(engine, err) : status;
+}
+
+/* Finds the engine for a device name: "cpu", "cuda" or "cuda:N"; *device_out gets N. The CUDA
+ * module is looked for beside the program, then in the library directory; UNSUPPORTED says why it
+ * could not be opened. Never unloaded. */
+enum dkv_status dkv_engine_find(const char *device_name, const struct dkv_engine_ops **ops_out,
+                                int *device_out, struct dkv_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

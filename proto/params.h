@@ -1,0 +1,151 @@
+/* Scoring parameters: the same names in the Open Inference Protocol, the C API, the command line
+ * and the configuration file. numerics in docs/numerics.md.
+ *
+ * A parameter has a value only once it was set or resolved: the setters record which fields the
+ * caller named, dkv_params_resolve() fills the others from the profile, so the order of the
+ * caller's fields never matters. Setters judge types and names; ranges are judged by
+ * dkv_request_validate() alone.
+ *
+ * Thread  any; no shared state.
+ */
+#ifndef DKV_PROTO_PARAMS_H
+#define DKV_PROTO_PARAMS_H
+
+#include "proto/types.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Limits that hold everywhere. */
+#define DKV_HEADS_MAX       1024u    /* query heads of one block */
+#define DKV_HEAD_DIM_MAX    512u     /* D and D_v */
+#define DKV_TOKENS_MAX      2097152u /* n of one block */
+#define DKV_WINDOW_MAX      512u
+#define DKV_ROWS_MAX        512u  /* (Hq / Hkv) * window */
+#define DKV_KERNEL_MAX      511u  /* pooling kernel, odd */
+#define DKV_BLOCKS_MAX      4096u /* blocks of one request */
+#define DKV_PAGE_TOKENS_MAX 65536u
+#define DKV_STREAM_NAME_MAX 64u
+
+enum dkv_profile { DKV_PROFILE_PAPER = 0, DKV_PROFILE_AUTHOR, DKV_PROFILE_KVPRESS };
+enum dkv_policy { DKV_POLICY_DROPKV = 0 };
+enum dkv_pool { DKV_POOL_NONE = 0, DKV_POOL_MAX, DKV_POOL_AVG };
+enum dkv_pool_scope { DKV_POOL_SCOPE_ALL = 0, DKV_POOL_SCOPE_PREFIX };
+enum dkv_p_round { DKV_P_ROUND_NONE = 0, DKV_P_ROUND_INPUT };
+enum dkv_gqa { DKV_GQA_MEAN = 0, DKV_GQA_MAX, DKV_GQA_SUM };
+enum dkv_on_conflict { DKV_CONFLICT_PROTECT = 0, DKV_CONFLICT_BUDGET, DKV_CONFLICT_ERROR };
+enum dkv_nonfinite { DKV_NONFINITE_ERROR = 0, DKV_NONFINITE_MASK };
+
+/* Bits of dkv_params.set, one per field below. */
+enum dkv_param_id {
+    DKV_PARAM_PROFILE = 0,
+    DKV_PARAM_POLICY,
+    DKV_PARAM_WINDOW,
+    DKV_PARAM_POOL,
+    DKV_PARAM_KERNEL,
+    DKV_PARAM_POOL_SCOPE,
+    DKV_PARAM_EPS,
+    DKV_PARAM_P_ROUND,
+    DKV_PARAM_GQA,
+    DKV_PARAM_SINKS,
+    DKV_PARAM_RECENT,
+    DKV_PARAM_KEEP_RATIO,
+    DKV_PARAM_COMPRESSION_RATIO,
+    DKV_PARAM_KEEP_TOKENS,
+    DKV_PARAM_TOTAL_TOKENS,
+    DKV_PARAM_MAX_KEEP_TOKENS,
+    DKV_PARAM_ON_CONFLICT,
+    DKV_PARAM_SCALE,
+    DKV_PARAM_LOGIT_SOFTCAP,
+    DKV_PARAM_NONFINITE,
+    DKV_PARAM_LAYER,
+    DKV_PARAM_STREAM,
+    DKV_PARAM_PRIORITY,
+    DKV_PARAM_TIMEOUT,
+    DKV_PARAM_COUNT,
+};
+
+struct dkv_params {
+    uint64_t set; /* bit i: the caller named parameter i (enum dkv_param_id) */
+    enum dkv_profile profile;
+    enum dkv_policy policy;
+    int64_t window;
+    enum dkv_pool pool;
+    int64_t kernel;
+    enum dkv_pool_scope pool_scope;
+    double eps; /* in p / (1 - p + eps); 0: the exact leave-one-out form */
+    enum dkv_p_round p_round;
+    enum dkv_gqa gqa;
+    int64_t sinks;
+    int64_t recent;    /* default: window */
+    double keep_ratio; /* exactly one of these three budgets; default keep_ratio 0.1 */
+    double compression_ratio;
+    int64_t keep_tokens;
+    int64_t total_tokens;    /* base of keep_ratio when chunks were evicted before; unset: n */
+    int64_t max_keep_tokens; /* cap on k; unset: none */
+    enum dkv_on_conflict on_conflict;
+    double scale;         /* of logits; unset: 1/sqrt(head_dim) */
+    double logit_softcap; /* 0: none */
+    enum dkv_nonfinite nonfinite;
+    int64_t layer;
+    int64_t priority; /* 0: default level; 1: highest */
+    int64_t timeout;  /* microseconds; 0: the server's */
+    char stream[DKV_STREAM_NAME_MAX + 1];
+};
+
+/* Nothing set. */
+void dkv_params_init(struct dkv_params *params);
+
+enum dkv_value_kind { DKV_VALUE_INT, DKV_VALUE_REAL, DKV_VALUE_BOOL, DKV_VALUE_STRING };
+
+/* A value as a front end read it. An integer is accepted where a real is expected. */
+struct dkv_value {
+    enum dkv_value_kind kind;
+    int64_t integer;
+    double real;
+    bool boolean;
+    const char *string; /* borrowed */
+};
+
+/* One row per parameter, in enum order: what help texts, metadata and docs are made from. */
+struct dkv_param_info {
+    enum dkv_param_id id;
+    const char *name;
+    enum dkv_value_kind kind; /* STRING for enumerations and for `stream` */
+    const char *range;        /* "1..512", "paper | author | kvpress", ... */
+    const char *unit;         /* "tokens", "us", "" */
+    const char *help;         /* one sentence */
+};
+
+const struct dkv_param_info *dkv_param_info(enum dkv_param_id id);
+bool dkv_param_find(const char *name, enum dkv_param_id *id_out);
+
+/* Sets a parameter by name. INVALID for an unknown name, a wrong type, an unknown enumeration
+ * value or a name set twice; the text names what would have been accepted. */
+enum dkv_status dkv_params_set(struct dkv_params *params, const char *name, struct dkv_value value,
+                               struct dkv_error *err);
+
+/* The same from text (command line, environment): "8", "0.05", "max". */
+enum dkv_status dkv_params_set_text(struct dkv_params *params, const char *name, const char *text,
+                                    struct dkv_error *err);
+
+/* True if the caller named this parameter. */
+static inline bool dkv_params_has(const struct dkv_params *params, enum dkv_param_id id)
+{
+    return (params->set >> id) & 1u;
+}
+
+/* Fills every field that was not set from the profile and the defaults. Idempotent, cannot fail;
+ * `set` keeps telling what the caller named. */
+void dkv_params_resolve(struct dkv_params *params);
+
+/* "max", "author", ...: the word for an enumeration's value, as dkv_params_set() takes it. */
+const char *dkv_profile_name(enum dkv_profile profile);
+const char *dkv_policy_name(enum dkv_policy policy);
+const char *dkv_pool_name(enum dkv_pool pool);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
