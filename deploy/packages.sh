@@ -1,0 +1,57 @@
+#!/bin/sh
+# Installs the Debian or Ubuntu packages that the project needs, where they are missing.
+#
+# usage: packages.sh build|test...
+#
+# Nothing is touched when everything is there, so it works without network and without root then.
+set -eu
+
+build_packages="gcc libc6-dev meson ninja-build pkg-config libmicrohttpd-dev libuv1-dev
+    libjansson-dev libcurl4-openssl-dev libpopt-dev"
+test_packages="g++ clang libclang-rt-14-dev clang-format libcmocka-dev python3 python3-venv mandoc jq curl"
+
+wanted=
+for group in "$@"; do
+    case $group in
+    build) wanted="$wanted $build_packages" ;;
+    test) wanted="$wanted $test_packages" ;;
+    *) echo "packages.sh: unknown group '$group': build or test" >&2; exit 64 ;;
+    esac
+done
+
+command -v dpkg-query >/dev/null 2>&1 || {
+    echo "packages.sh: this is not Debian or Ubuntu; install the equivalents of:" $wanted >&2
+    exit 69
+}
+
+installed() {
+    [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
+}
+
+missing=
+for package in $wanted; do
+    installed "$package" || missing="$missing $package"
+done
+[ -n "$missing" ] || exit 0
+
+as_root=
+if [ "$(id -u)" -ne 0 ]; then
+    command -v sudo >/dev/null 2>&1 || {
+        echo "packages.sh: these packages are missing, and there is no sudo to install them:$missing" >&2
+        exit 77
+    }
+    as_root=sudo
+fi
+
+echo "installing:$missing"
+export DEBIAN_FRONTEND=noninteractive
+$as_root apt-get update -qq
+# The sanitizers' runtime bears the version of the distribution's clang.
+case $missing in *libclang-rt-14-dev*)
+    apt-cache show libclang-rt-14-dev >/dev/null 2>&1 || {
+        clang_version=$(apt-cache depends clang | sed -n 's/.*Depends: clang-\([0-9]*\)$/\1/p' | head -n 1)
+        missing=$(echo "$missing" | sed "s/libclang-rt-14-dev/libclang-rt-$clang_version-dev/")
+    } ;;
+esac
+# shellcheck disable=SC2086 # a list of words
+$as_root apt-get install -y -qq --no-install-recommends $missing >/dev/null

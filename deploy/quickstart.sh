@@ -1,0 +1,44 @@
+#!/bin/sh
+# From a clean checkout to kept tokens: installs the packages that are missing, builds the release,
+# starts the daemon, scores the shipped dump of a real language model over HTTP, prints what is
+# kept, and stops the daemon. Safe to run again.
+#
+# usage: deploy/quickstart.sh [dropkv-client score options]     e.g. --keep-ratio 0.05
+set -eu
+cd "$(dirname "$0")/.."
+
+sh deploy/packages.sh build
+
+if [ ! -f build-release/build.ninja ]; then
+    rm -rf build-release
+    meson setup build-release -Dbuildtype=release -Dtests=disabled -Dcuda="${DKV_CUDA:-auto}" >/dev/null
+fi
+ninja -C build-release --quiet
+
+# Port 0 lets the system pick a free one; the daemon writes it to the port file once it is ready.
+run_dir=$(mktemp -d)
+daemon=
+stop() {
+    status=$?
+    if [ -n "$daemon" ]; then
+        kill -TERM "$daemon" 2>/dev/null || true
+        wait "$daemon" || status=$?
+    fi
+    [ "$status" -eq 0 ] || sed 's/^/dropkvd: /' "$run_dir/log" >&2
+    rm -rf "$run_dir"
+    exit "$status"
+}
+trap stop EXIT
+trap 'exit 130' INT TERM
+
+build-release/server/dropkvd --http 127.0.0.1:0 --port-file "$run_dir/port" >"$run_dir/log" 2>&1 &
+daemon=$!
+until [ -s "$run_dir/port" ]; do
+    kill -0 "$daemon" 2>/dev/null || { echo "quickstart: the daemon did not start" >&2; exit 1; }
+    sleep 0.05
+done
+port=$(cat "$run_dir/port")
+
+echo "dropkvd is serving http://127.0.0.1:$port; scoring tests/data/dumps/tiny_dump_n1024.safetensors"
+build-release/client/dropkv-client score --endpoint "http://127.0.0.1:$port" --keep-ratio 0.1 "$@" \
+    tests/data/dumps/tiny_dump_n1024.safetensors

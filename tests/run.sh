@@ -1,0 +1,89 @@
+#!/bin/sh
+# The one test command: installs what the tests need, builds, runs everything.
+#
+# usage: tests/run.sh [--quick]
+#
+#   release    gcc, warnings are errors, with the CUDA engine where nvcc is found
+#   clang      the same tree with clang, warnings are errors (compiled, not run again)
+#   sanitize   ASan, UBSan and LSan, without the CUDA engine
+#
+# --quick stops after release. Exit 0: everything that ran has passed; what was skipped is listed.
+set -eu
+cd "$(dirname "$0")/.."
+root=$PWD
+started=$(date +%s)
+
+quick=false
+case "${1:-}" in
+'') ;;
+--quick) quick=true ;;
+*) echo "usage: tests/run.sh [--quick]" >&2; exit 64 ;;
+esac
+
+sh deploy/packages.sh build test
+
+PATH=$PATH:/usr/local/cuda/bin
+cuda=disabled
+if command -v nvcc >/dev/null 2>&1; then
+    cuda=enabled
+fi
+
+passed=0 failed=0 skipped=0
+
+# configure DIR MESON_OPTION...: a fresh or an existing build directory with exactly these options.
+configure() {
+    dir=$1
+    shift
+    if [ -f "$dir/build.ninja" ]; then
+        meson configure "$dir" "$@" >/dev/null
+    else
+        rm -rf "$dir"
+        meson setup "$dir" "$@" >"$dir.log" 2>&1 || { cat "$dir.log"; exit 1; }
+        rm -f "$dir.log"
+    fi
+}
+
+# run_suite DIR NAME: meson test, its counts added up, its failures shown.
+run_suite() {
+    dir=$1 name=$2
+    echo "== $name: tests"
+    log=$dir/run-tests.log
+    meson test -C "$dir" --no-rebuild --print-errorlogs --timeout-multiplier "${DKV_TIMEOUT_MULTIPLIER:-1}" \
+        >"$log" 2>&1 || true
+    grep -E '^ *[0-9]+/[0-9]+ .*(FAIL|TIMEOUT|SKIP|ERROR|UNEXPECTED)' "$log" || true
+    ok=$(sed -n 's/^Ok: *\([0-9]*\).*/\1/p' "$log")
+    bad=$(sed -n -e 's/^Fail: *\([0-9]*\).*/\1/p' -e 's/^Timeout: *\([0-9]*\).*/\1/p' \
+        -e 's/^Unexpected Pass: *\([0-9]*\).*/\1/p' "$log" | awk '{ s += $1 } END { print s + 0 }')
+    out=$(sed -n 's/^Skipped: *\([0-9]*\).*/\1/p' "$log")
+    if [ -z "$ok" ] || [ "$bad" -ne 0 ]; then
+        tail -n 150 "$log"
+        [ -n "$ok" ] || bad=1
+    fi
+    echo "   $name: ${ok:-0} ok, $bad failed, ${out:-0} skipped"
+    passed=$((passed + ${ok:-0})) failed=$((failed + bad)) skipped=$((skipped + ${out:-0}))
+}
+
+echo "== release: build (cuda $cuda)"
+configure build -Dbuildtype=release -Dwerror=true -Dcuda=$cuda
+ninja -C build --quiet
+run_suite build release
+
+if ! $quick; then
+    echo "== clang: build"
+    (CC=clang; export CC; configure build-clang -Dbuildtype=release -Dwerror=true -Dcuda=disabled)
+    ninja -C build-clang --quiet
+
+    echo "== sanitize: build"
+    configure build-asan -Dbuildtype=debugoptimized -Dwerror=true -Dcuda=disabled \
+        -Db_sanitize=address,undefined
+    ninja -C build-asan --quiet
+    ASAN_OPTIONS=detect_leaks=1:abort_on_error=1:strict_string_checks=1
+    UBSAN_OPTIONS=halt_on_error=1:abort_on_error=1:print_stacktrace=1
+    DKV_SANITIZED=1
+    export ASAN_OPTIONS UBSAN_OPTIONS DKV_SANITIZED
+    run_suite build-asan sanitize
+fi
+
+echo "took $(($(date +%s) - started)) s in $root" >&2
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" -eq 0 ]
