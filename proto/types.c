@@ -16,6 +16,7 @@ static const struct dkv_status_info status_table[] = {
     {DKV_E_TIMEOUT, "TIMEOUT", "the deadline passed", 503, 75, true},
     {DKV_E_DRAINING, "DRAINING", "the server is shutting down", 503, 75, true},
     {DKV_E_CANCELLED, "CANCELLED", "the request was cancelled", 400, 75, true},
+    {DKV_E_UNAVAILABLE, "UNAVAILABLE", "nobody answers at the endpoint", 503, 69, true},
     {DKV_E_NOMEM, "NOMEM", "out of memory", 503, 71, true},
     {DKV_E_DEVICE, "DEVICE", "the device failed", 503, 69, true},
     {DKV_E_IO, "IO", "input or output failed", 500, 74, false},

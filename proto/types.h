@@ -32,10 +32,11 @@ enum dkv_status {
     DKV_E_TOO_LARGE = 6,   /* above a configured size limit */
 
     /* 16..31: the same request may succeed later. */
-    DKV_E_BUSY = 16,      /* a bound of the queue is reached */
-    DKV_E_TIMEOUT = 17,   /* the deadline passed */
-    DKV_E_DRAINING = 18,  /* shutting down */
-    DKV_E_CANCELLED = 19, /* the caller went away or cancelled */
+    DKV_E_BUSY = 16,        /* a bound of the queue is reached */
+    DKV_E_TIMEOUT = 17,     /* the deadline passed */
+    DKV_E_DRAINING = 18,    /* shutting down */
+    DKV_E_CANCELLED = 19,   /* the caller went away or cancelled */
+    DKV_E_UNAVAILABLE = 20, /* nobody answers at the endpoint */
 
     /* 32..: our side failed. */
     DKV_E_NOMEM = 32,
