@@ -130,6 +130,9 @@ enum dkv_status dkv_params_set(struct dkv_params *params, const char *name, stru
 enum dkv_status dkv_params_set_text(struct dkv_params *params, const char *name, const char *text,
                                     struct dkv_error *err);
 
+/* The value of a parameter, as dkv_params_set() takes it; `string` points into `params`. */
+struct dkv_value dkv_params_get(const struct dkv_params *params, enum dkv_param_id id);
+
 /* True if the caller named this parameter. */
 static inline bool dkv_params_has(const struct dkv_params *params, enum dkv_param_id id)
 {
@@ -139,6 +142,10 @@ static inline bool dkv_params_has(const struct dkv_params *params, enum dkv_para
 /* Fills every field that was not set from the profile and the defaults. Idempotent, cannot fail;
  * `set` keeps telling what the caller named. */
 void dkv_params_resolve(struct dkv_params *params);
+
+/* Judges the range of every field of resolved parameters, and that at most one budget was given.
+ * This is the gate's work: call dkv_request_validate(), or this for a configuration file. */
+enum dkv_status dkv_params_check(const struct dkv_params *params, struct dkv_error *err);
 
 /* "max", "author", ...: the word for an enumeration's value, as dkv_params_set() takes it. */
 const char *dkv_profile_name(enum dkv_profile profile);

@@ -2,6 +2,7 @@
 #include "proto/types.h"
 
 #include <stdio.h>
+#include <string.h>
 #include <strings.h>
 
 static const struct dkv_status_info status_table[] = {
@@ -43,6 +44,18 @@ enum dkv_status dkv_error_set(struct dkv_error *err, enum dkv_status status, con
         va_end(args);
     }
     return status;
+}
+
+const char *dkv_show_name(char shown[DKV_SHOWN_NAME_BYTES], const char *name)
+{
+    static const char plain[] =
+        "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.:-";
+    size_t n = 0;
+
+    for (; n < DKV_SHOWN_NAME_BYTES - 1 && name[n] != '\0'; n++)
+        shown[n] = strchr(plain, name[n]) != NULL ? name[n] : '?';
+    shown[n] = '\0';
+    return shown;
 }
 
 static const struct {

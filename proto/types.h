@@ -70,6 +70,11 @@ struct dkv_error {
 enum dkv_status dkv_error_set(struct dkv_error *err, enum dkv_status status, const char *format,
                               ...) DKV_PRINTF(3, 4);
 
+/* A name that a client chose, made fit for an error text or a log line: at most 39 bytes, and
+ * anything but ASCII letters, digits and "_.:-" becomes '?'. Returns `shown`. */
+#define DKV_SHOWN_NAME_BYTES 40
+const char *dkv_show_name(char shown[DKV_SHOWN_NAME_BYTES], const char *name);
+
 /* Element types. The numbers travel on the wire. */
 enum dkv_dtype {
     DKV_DTYPE_NONE = 0,
