@@ -1,0 +1,185 @@
+/* What the host tells the device about a batch: the meeting point of planning (plan.c), scoring
+ * (the table of scorers) and selection.
+ *
+ * A batch runs as waves. A wave is a list of units, one per (block, KV head), that fit into the
+ * scratch together; everything the device needs to know about it is one upload. Each kernel of a
+ * wave is launched once for all its units, whatever their blocks' sizes.
+ *
+ *   unit = (block, KV head)          rows of a unit: r = head_in_group * window + t, R = g * window
+ *   key index i = token - valid_from in 0..n_valid-1; row t sees keys i <= n_valid - window + t
+ *
+ * Scoring hands over to selection in `unit.scores`: float32 [n_valid], the raw score times
+ * 2^(2 * *unit.exponent), before pooling, 0 for masked tokens. The factor keeps small scores apart
+ * (docs/numerics.md, Range); selection needs only the order and descales what it reports.
+ *
+ * Adding a scorer: one row in dkv_cu_scorers (scorers.c), fastest first; the general one, last,
+ * takes everything. A scorer that meets something it cannot answer (a non-finite number, a value
+ * out of its range) sets DKV_CU_RETRY in the unit's report: the block is then run again by the
+ * general scorer, which finds the place or the answer.
+ *
+ * Seen by C and CUDA C++.
+ */
+#ifndef DKV_KERNELS_CUDA_PLAN_H
+#define DKV_KERNELS_CUDA_PLAN_H
+
+#include <cuda_runtime_api.h>
+
+#include "kernels/engine.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The exponent of the range factor that scorers use unless large values force a smaller one: p is
+ * accumulated as p * 2^40. */
+#define DKV_CU_EXPONENT 40
+
+/* Rows of keys or values of one unit: row of token t is
+ *   unit.k + entry(t / page_tokens) * page_stride + (t % page_tokens) * token_stride
+ * with the head's offset already in unit.k. Read entries through dkv_cu_row() (device.cuh), which
+ * checks them; nothing is read through a bad one. */
+struct dkv_cu_rows {
+    int64_t page_stride;
+    int64_t token_stride;
+    const void *table;    /* device, aligned to entry_bytes; NULL: entry(i) = i */
+    uint64_t entry_limit; /* an entry e is good if 0 <= e < entry_limit */
+    int64_t mask;         /* never 0 */
+    int64_t null_entry;
+    uint32_t page_tokens; /* 0: not paged */
+    uint32_t page_shift;  /* log2(page_tokens) if that is a power of two, else 0 */
+    uint32_t entry_bytes; /* 4 or 8 */
+    uint32_t has_null_entry;
+    uint32_t dtype; /* enum dkv_dtype */
+    uint32_t align; /* every row starts at a multiple of this: 1, 2, 4, 8 or 16 */
+};
+
+struct dkv_cu_block {
+    struct dkv_cu_rows k;
+    struct dkv_cu_rows v;
+    int64_t q_row_stride;  /* bytes from one row of a query head to the next */
+    int64_t q_head_stride; /* bytes from one query head to the next */
+    uint32_t q_dtype;
+    uint32_t q_align;
+    uint32_t group;  /* g */
+    uint32_t window; /* w */
+    uint32_t head_dim;
+    uint32_t v_dim;
+    uint32_t n_valid;
+    uint32_t valid_from;
+    float scale;          /* of logits */
+    float softcap;        /* 0: none */
+    float eps;            /* 0: the exact form */
+    uint32_t p_round;     /* p rounded to q_dtype before use */
+    uint32_t gqa;         /* enum dkv_gqa */
+    uint32_t nonfinite;   /* enum dkv_nonfinite */
+    uint32_t pool;        /* enum dkv_pool */
+    uint32_t pool_prefix; /* pool_scope is prefix */
+    uint32_t kernel;
+    uint32_t sinks;
+    uint32_t recent;
+    uint32_t keep; /* k */
+};
+
+/* What kernels found wrong with a unit, all bits set where nothing was. Written with atomicMin (so
+ * the lowest place wins in every run) and atomicAnd/atomicOr. */
+struct dkv_cu_report {
+    unsigned long long bad_k_entry; /* index in the table of the first bad entry, or ~0 */
+    unsigned long long bad_v_entry;
+    unsigned long long nonfinite; /* packed place (DKV_CU_PLACE), or ~0 */
+    unsigned flags;               /* enum dkv_cu_flag, 0 at the start */
+    unsigned pad;
+};
+
+enum dkv_cu_flag {
+    DKV_CU_RETRY = 1,    /* this scorer cannot answer: run the block on the general one */
+    DKV_CU_OVERFLOW = 2, /* finite inputs whose logits, outputs or scores leave float32 */
+};
+
+/* Where a non-finite element is: tensor (0 query, 1 key, 2 value), query head or KV head, row or
+ * token, element; ordered as a reader of the tensors would meet it. */
+#define DKV_CU_PLACE(tensor, head, token, element)                           \
+    ((unsigned long long)(tensor) << 44 | (unsigned long long)(head) << 33 | \
+     (unsigned long long)(token) << 10 | (unsigned long long)(element))
+
+struct dkv_cu_unit {
+    const unsigned char *q; /* row 0 of the unit: first used row of query head h * g */
+    const unsigned char *k; /* token 0 (or page entry 0) of head h, see dkv_cu_rows */
+    const unsigned char *v;
+    const float *q_scales;    /* device, [g]: of fp8 queries; NULL: 1 */
+    const float *sink_logits; /* device, [g] of this unit; NULL: none */
+    float *scores;            /* [n_valid], aligned to 16 bytes; see the top comment */
+    int *exponent;            /* written by the scorer */
+    unsigned *mask;           /* nonfinite=mask: bit i set: key i is masked; else NULL */
+    unsigned char *work;      /* the scorer's scratch, unit_bytes() of it, aligned to 256 */
+    unsigned long long *keys; /* selection's scratch, [n_valid], or NULL: it uses shared memory */
+    int32_t *keep_out;        /* [keep] */
+    float *scores_out;        /* [n_valid], descaled; NULL if not wanted */
+    struct dkv_cu_report *report;
+    float k_scale; /* of fp8, 1 otherwise */
+    float v_scale;
+    uint32_t block; /* index in wave.blocks */
+    uint32_t head;  /* KV head */
+};
+
+/* One wave. `*_host` are the same structs in pinned memory (device pointers inside). */
+struct dkv_cu_wave {
+    const struct dkv_cu_block *blocks; /* device */
+    const struct dkv_cu_unit *units;   /* device, sorted by scorer */
+    const struct dkv_cu_block *blocks_host;
+    const struct dkv_cu_unit *units_host;
+    uint32_t n_blocks;
+    uint32_t n_units;
+};
+
+struct dkv_cu_device {
+    int ordinal;
+    int major;
+    int minor;
+    int multiprocessors;
+    int shared_bytes_max; /* per thread block, opt-in */
+    int l2_bytes;
+    char name[96];
+};
+
+struct dkv_cu_scorer {
+    const char *name;
+    /* Once at open, on the right device: raise limits, load kernels. */
+    cudaError_t (*prepare)(const struct dkv_cu_device *device);
+    /* True if this scorer answers this block on this device. Pure, and blind to batch neighbours,
+     * so that an answer does not depend on them. The block's strides, alignment and dtypes are
+     * final; pointers are not filled in yet. */
+    bool (*takes)(const struct dkv_cu_device *device, const struct dkv_cu_block *block);
+    /* Bytes of `unit.work` for one unit of this block. */
+    size_t (*unit_bytes)(const struct dkv_cu_block *block);
+    /* Bytes of host-made data per launch for `n` units (work lists); 0 for none. It is private to
+     * this launch and writable by kernels, so counters that must start at 0 belong here too. */
+    size_t (*extra_bytes)(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
+                          uint32_t first, uint32_t n);
+    /* Writes that data for units first..first+n-1, before the wave is uploaded. */
+    void (*fill)(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave, uint32_t first,
+                 uint32_t n, void *extra);
+    /* Launches the units' kernels on `stream`; `extra_device` is the uploaded data. Does not wait.
+     */
+    cudaError_t (*launch)(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
+                          uint32_t first, uint32_t n, const void *extra_host,
+                          const void *extra_device, cudaStream_t stream);
+};
+
+/* Fastest first; the last one, the general scorer, takes every block. Ends with a NULL name. */
+extern const struct dkv_cu_scorer *const dkv_cu_scorers[];
+
+/* Selection over units first..: pools, selects, writes keep_out and scores_out. */
+cudaError_t dkv_cu_select_prepare(const struct dkv_cu_device *device);
+/* True if a unit of n tokens needs unit.keys. */
+bool dkv_cu_select_needs_keys(const struct dkv_cu_device *device, uint32_t n_valid);
+size_t dkv_cu_select_extra_bytes(const struct dkv_cu_wave *wave);
+void dkv_cu_select_fill(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
+                        void *extra);
+cudaError_t dkv_cu_select_launch(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
+                                 const void *extra_host, const void *extra_device,
+                                 cudaStream_t stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
