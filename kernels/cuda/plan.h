@@ -129,6 +129,7 @@ struct dkv_cu_wave {
     const struct dkv_cu_unit *units_host;
     uint32_t n_blocks;
     uint32_t n_units;
+    unsigned char *shared; /* device, aligned to 256: the largest shared_bytes() of all scorers */
 };
 
 struct dkv_cu_device {
@@ -151,6 +152,11 @@ struct dkv_cu_scorer {
     bool (*takes)(const struct dkv_cu_device *device, const struct dkv_cu_block *block);
     /* Bytes of `unit.work` for one unit of this block. */
     size_t (*unit_bytes)(const struct dkv_cu_block *block);
+    /* Bytes of scratch that a launch needs whatever its units, in wave.shared; NULL: none. The
+     * launches of an engine follow each other on one stream and share it, so it is allocated once,
+     * at open; nobody clears it. A ring of partial results lives here, so that scratch does not
+     * grow with the batch. */
+    size_t (*shared_bytes)(const struct dkv_cu_device *device);
     /* Bytes of host-made data per launch for `n` units (work lists); 0 for none. It is private to
      * this launch and writable by kernels, so counters that must start at 0 belong here too. */
     size_t (*extra_bytes)(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
