@@ -10,7 +10,8 @@
  *             (and the sink logit). With p_round=input, p in front is the rounded one and b_j stays
  *             exact.
  * eps > 0     the published form: term = (p / (1 - p + eps))^2 |a - v_j|^2. With p_round=input, p
- *             is rounded to the input type first and a, made of the rounded p, is stored in it.
+ *             is rounded to the input type first and a is made of the rounded p, but is not itself
+ *             rounded: that reproduces the authors' PyTorch scores in the golden files.
  * One key     a row that sees a single key (whatever its sink logit) adds nothing to any score;
  * that key is protected. nonfinite   error: INVALID for any NaN or Inf in a value that would be
  * used: the query's window rows, and keys and values of valid tokens. mask: a token of a KV head
