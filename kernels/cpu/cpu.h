@@ -1,0 +1,40 @@
+/* What this processor can do, and what we let ourselves use of it.
+ *
+ * Thread  any; detection happens once. dkv_cpu_mask_set() is for program start and for tests,
+ * before engines are opened.
+ */
+#ifndef DKV_KERNELS_CPU_CPU_H
+#define DKV_KERNELS_CPU_CPU_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+/* Bits of the flags, of DKV_CPU_MASK and of --cpu-mask. */
+enum dkv_cpu_flag {
+    DKV_CPU_AVX2 = 1u << 0,       /* AVX2, FMA and F16C */
+    DKV_CPU_AVX512 = 1u << 1,     /* AVX-512 F, BW, DQ and VL */
+    DKV_CPU_AVX512BF16 = 1u << 2, /* bf16 dot products at the rate of float32 FMAs or better: an
+                                     instruction present but slow (Intel's, half rate) is not
+                                     offered */
+};
+
+/* Flags detected and not masked. The mask is the environment's DKV_CPU_MASK (decimal, or hex after
+ * 0x; absent: all; 0: portable code only) unless dkv_cpu_mask_set() replaced it. */
+uint32_t dkv_cpu_flags(void);
+
+/* Replaces the mask for engines opened from now on. */
+void dkv_cpu_mask_set(uint32_t mask);
+
+/* "Intel(R) Xeon(R) Processor", or "CPU" where it does not say. */
+void dkv_cpu_model(char *name_out, size_t name_bytes);
+
+/* CPUs this process may run on, at least 1. */
+unsigned dkv_cpu_count(void);
+
+/* Puts the calling thread's FPU into the engine's mode (round to nearest, tiny results flushed to
+ * zero: they would cost a microcode assist each and carry no information) and back. */
+unsigned dkv_cpu_fpu_enter(void);
+void dkv_cpu_fpu_leave(unsigned saved);
+
+#endif

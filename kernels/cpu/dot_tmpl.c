@@ -1,0 +1,106 @@
+/* Dot products and output accumulation: the two matrix products that all time goes into.
+ *
+ * Both hold a block of accumulators in registers, two vectors of query rows wide, and per step load
+ * two vectors and broadcast one float per key (or per value element): DOT_KEYS + 2 loads for
+ * 2 * DOT_KEYS FMAs, which keeps both FMA ports busy from L1.
+ */
+
+/* Additions of one accumulator before it is set aside: shorter chains lose fewer digits. */
+#define DOT_CHAIN 64
+
+/* `vecs` vectors of rows times `keys` keys; both constants after inlining. */
+static inline __attribute__((always_inline)) void dot_block(size_t vecs, size_t keys, float *tile,
+                                                            const float *panel, size_t n_rows,
+                                                            const float *rows, size_t ld,
+                                                            size_t dim)
+{
+    for (size_t start = 0; start < dim; start += DOT_CHAIN) {
+        const size_t end = start + DOT_CHAIN < dim ? start + DOT_CHAIN : dim;
+        vf acc[DOT_KEYS][2];
+#pragma GCC unroll 12
+        for (size_t k = 0; k < keys; k++)
+            acc[k][0] = acc[k][1] = v_set1(0.0f);
+        for (size_t d = start; d < end; d++) {
+            const vf q0 = v_load(panel + d * n_rows);
+            const vf q1 = vecs > 1 ? v_load(panel + d * n_rows + LANES) : q0;
+#pragma GCC unroll 12
+            for (size_t k = 0; k < keys; k++) {
+                const vf x = v_set1(rows[k * ld + d]);
+                acc[k][0] = v_fma(q0, x, acc[k][0]);
+                if (vecs > 1)
+                    acc[k][1] = v_fma(q1, x, acc[k][1]);
+            }
+        }
+#pragma GCC unroll 12
+        for (size_t k = 0; k < keys; k++) {
+            for (size_t v = 0; v < vecs; v++) {
+                float *out = tile + k * n_rows + v * LANES;
+                v_store(out, start == 0 ? acc[k][v] : v_add(v_load(out), acc[k][v]));
+            }
+        }
+    }
+}
+
+static void dot(float *tile, const float *panel, size_t n_rows, const float *rows, size_t ld,
+                size_t n_keys, size_t dim)
+{
+    size_t key = 0;
+    for (; key + DOT_KEYS <= n_keys; key += DOT_KEYS) {
+        float *out = tile + key * n_rows;
+        const float *in = rows + key * ld;
+        size_t r = 0;
+        for (; r + 2 * LANES <= n_rows; r += 2 * LANES)
+            dot_block(2, DOT_KEYS, out + r, panel + r, n_rows, in, ld, dim);
+        if (r < n_rows)
+            dot_block(1, DOT_KEYS, out + r, panel + r, n_rows, in, ld, dim);
+    }
+    for (; key < n_keys; key++) {
+        for (size_t r = 0; r < n_rows; r += LANES)
+            dot_block(1, 1, tile + key * n_rows + r, panel + r, n_rows, rows + key * ld, ld, dim);
+    }
+}
+
+#define ACC_DIMS (DOT_KEYS < 8 ? 4 : 8) /* dim is a multiple of 8 */
+
+static inline __attribute__((always_inline)) void accumulate_block(size_t vecs, float *panel,
+                                                                   const float *keep, size_t n_rows,
+                                                                   const float *tile,
+                                                                   const float *rows, size_t ld,
+                                                                   size_t n_keys)
+{
+    vf acc[ACC_DIMS][2];
+#pragma GCC unroll 8
+    for (size_t i = 0; i < ACC_DIMS; i++)
+        acc[i][0] = acc[i][1] = v_set1(0.0f);
+    for (size_t k = 0; k < n_keys; k++) {
+        const vf p0 = v_load(tile + k * n_rows);
+        const vf p1 = vecs > 1 ? v_load(tile + k * n_rows + LANES) : p0;
+#pragma GCC unroll 8
+        for (size_t i = 0; i < ACC_DIMS; i++) {
+            const vf x = v_set1(rows[k * ld + i]);
+            acc[i][0] = v_fma(p0, x, acc[i][0]);
+            if (vecs > 1)
+                acc[i][1] = v_fma(p1, x, acc[i][1]);
+        }
+    }
+#pragma GCC unroll 8
+    for (size_t i = 0; i < ACC_DIMS; i++) {
+        for (size_t v = 0; v < vecs; v++) {
+            float *out = panel + i * n_rows + v * LANES;
+            v_store(out, v_fma(v_load(out), v_load(keep + v * LANES), acc[i][v]));
+        }
+    }
+}
+
+static void accumulate(float *panel, const float *keep, size_t n_rows, const float *tile,
+                       const float *rows, size_t ld, size_t n_keys, size_t dim)
+{
+    for (size_t d = 0; d < dim; d += ACC_DIMS) {
+        float *out = panel + d * n_rows;
+        size_t r = 0;
+        for (; r + 2 * LANES <= n_rows; r += 2 * LANES)
+            accumulate_block(2, out + r, keep + r, n_rows, tile + r, rows + d, ld, n_keys);
+        if (r < n_rows)
+            accumulate_block(1, out + r, keep + r, n_rows, tile + r, rows + d, ld, n_keys);
+    }
+}

@@ -1,0 +1,387 @@
+/* The CPU engine: batches of blocks onto the pool's threads.
+ *
+ * A batch is cut into heads, one per (block, KV head), and there are two ways to run a head:
+ *
+ *   whole    one thread does all steps. Heads need nothing from each other, so a batch of them
+ *            fills all threads without a barrier.
+ *   shared   all threads work on the splits of one head, step by step. For long blocks, whose
+ *            per-token memory is wanted only once, and for batches of fewer heads than threads.
+ *
+ * Both run the same steps over the same splits, so the choice does not show in the result.
+ *
+ * Memory: one head's working set for `shared` and one per thread for `whole`, plus a tile per
+ * thread. It grows to what batches need before any work starts and is kept. Heads run whole only
+ * while all threads' sets together stay under WHOLE_BYTES, so besides the tiles (about 0.25 MiB per
+ * thread at 32 rows of 128) the engine holds at most that, or 4 bytes per token of the longest
+ * block plus about 1 MiB.
+ */
+#include "kernels/cpu/cpu.h"
+#include "kernels/cpu/head.h"
+#include "kernels/cpu/threads.h"
+#include "kernels/select.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#define WHOLE_BYTES      ((size_t)3 << 20)
+#define SHARE_TOKENS_MIN 8192u /* shorter heads are not worth barriers */
+#define THREADS_MAX      256u
+#define TASKS_MAX        1024u
+
+/* Memory that only grows. */
+struct buffer {
+    void *bytes;
+    size_t size;
+};
+
+/* A head that one thread runs. */
+struct head_task {
+    struct dkv_item *item;
+    uint32_t head;
+    unsigned faults; /* enum dkv_fault, what became of it */
+};
+
+struct dkv_engine {
+    const struct dkv_cpu_ops *ops;
+    struct dkv_threads *crew;
+    unsigned threads;
+    struct buffer shared;  /* a head */
+    struct buffer *wholes; /* [threads] a head each */
+    struct buffer *tiles;  /* [threads] tile and selection scratch */
+    uint64_t scratch_bytes, scratch_peak_bytes;
+    struct head_task tasks[TASKS_MAX];
+};
+
+static bool buffer_grow(struct dkv_engine *engine, struct buffer *buffer, size_t size)
+{
+    if (size <= buffer->size)
+        return true;
+    free(buffer->bytes);
+    engine->scratch_bytes -= buffer->size;
+    size = (size + 63) & ~(size_t)63;
+    buffer->bytes = aligned_alloc(64, size);
+    buffer->size = buffer->bytes != NULL ? size : 0;
+    engine->scratch_bytes += buffer->size;
+    if (engine->scratch_bytes > engine->scratch_peak_bytes)
+        engine->scratch_peak_bytes = engine->scratch_bytes;
+    return buffer->bytes != NULL;
+}
+
+static void buffer_release(struct buffer *buffer)
+{
+    free(buffer->bytes);
+    *buffer = (struct buffer){0};
+}
+
+static void cpu_close(struct dkv_engine *engine)
+{
+    if (engine == NULL)
+        return;
+    dkv_threads_close(engine->crew);
+    for (unsigned t = 0; t < engine->threads; t++) {
+        if (engine->wholes != NULL)
+            buffer_release(&engine->wholes[t]);
+        if (engine->tiles != NULL)
+            buffer_release(&engine->tiles[t]);
+    }
+    buffer_release(&engine->shared);
+    free(engine->wholes);
+    free(engine->tiles);
+    free(engine);
+}
+
+static enum dkv_status cpu_open(const struct dkv_engine_config *config,
+                                struct dkv_engine **engine_out, struct dkv_error *err)
+{
+    unsigned threads = config != NULL ? config->threads : 0;
+    if (threads == 0)
+        threads = dkv_cpu_count();
+    if (threads > THREADS_MAX)
+        threads = THREADS_MAX;
+    struct dkv_engine *engine = calloc(1, sizeof(*engine));
+    if (engine == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "cpu engine: no memory");
+    engine->ops = dkv_cpu_ops_choose(dkv_cpu_flags());
+    engine->threads = threads;
+    engine->scratch_bytes = engine->scratch_peak_bytes = sizeof(*engine);
+    engine->wholes = calloc(threads, sizeof(*engine->wholes));
+    engine->tiles = calloc(threads, sizeof(*engine->tiles));
+    enum dkv_status status = DKV_E_NOMEM;
+    if (engine->wholes == NULL || engine->tiles == NULL)
+        dkv_error_set(err, status, "cpu engine: no memory for %u threads", threads);
+    else
+        status = dkv_threads_open(threads, &engine->crew, err);
+    if (status != DKV_OK) {
+        cpu_close(engine);
+        return status;
+    }
+    *engine_out = engine;
+    return DKV_OK;
+}
+
+static void cpu_info(const struct dkv_engine *engine, struct dkv_engine_info *info_out)
+{
+    char model[64];
+    dkv_cpu_model(model, sizeof(model));
+    *info_out = (struct dkv_engine_info){
+        .threads = engine->threads,
+        .scratch_bytes = engine->scratch_bytes,
+        .scratch_peak_bytes = engine->scratch_peak_bytes,
+    };
+    snprintf(info_out->backend, sizeof(info_out->backend), "cpu/%s", engine->ops->name);
+    snprintf(info_out->device, sizeof(info_out->device), "%s, %u thread%s", model, engine->threads,
+             engine->threads == 1 ? "" : "s");
+}
+
+/* The part of a thread's tile buffer that selection uses, behind the tile. */
+static void *select_scratch(const struct dkv_engine *engine, const struct dkv_head *head,
+                            unsigned thread)
+{
+    return (uint8_t *)engine->tiles[thread].bytes + dkv_tile_bytes(head);
+}
+
+static void select_and_finish(const struct dkv_engine *engine, const struct dkv_head *head,
+                              unsigned thread)
+{
+    const struct dkv_item *item = head->item;
+    const struct dkv_select_spec spec = dkv_select_spec_of(item->block, item->params, item->plan);
+    dkv_select(&spec, head->raw, head->flags, select_scratch(engine, head, thread),
+               item->keep_out + (uint64_t)head->index * item->plan->keep_tokens);
+    dkv_head_finish(head);
+}
+
+static unsigned run_whole(const struct dkv_engine *engine, struct dkv_head *head, unsigned thread)
+{
+    struct dkv_tile tile;
+    dkv_head_place(head, engine->wholes[thread].bytes);
+    dkv_tile_place(&tile, head, engine->tiles[thread].bytes);
+    unsigned faults = dkv_head_begin(head);
+    if (faults != DKV_FAULT_NONE)
+        return faults;
+    for (uint32_t s = 0; s < head->n_splits; s++)
+        dkv_head_pass_a(head, s, &tile);
+    faults = dkv_head_merge(head, &tile);
+    if (faults != DKV_FAULT_NONE)
+        return faults;
+    if (head->author_form) {
+        for (uint32_t s = 0; s < head->n_splits; s++)
+            dkv_head_pass_a2(head, s, &tile);
+        dkv_head_merge_a2(head, &tile);
+    }
+    for (uint32_t s = 0; s < head->n_splits; s++)
+        dkv_head_pass_b(head, s, &tile);
+    select_and_finish(engine, head, thread);
+    return DKV_FAULT_NONE;
+}
+
+/* One step of a shared head: `step` over all splits. */
+struct shared_step {
+    const struct dkv_engine *engine;
+    struct dkv_head *head;
+    void (*step)(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile);
+};
+
+static void shared_task(void *context, size_t task, unsigned thread)
+{
+    const struct shared_step *shared = context;
+    struct dkv_tile tile;
+    dkv_tile_place(&tile, shared->head, shared->engine->tiles[thread].bytes);
+    shared->step(shared->head, (uint32_t)task, &tile);
+}
+
+static unsigned run_shared(const struct dkv_engine *engine, struct dkv_head *head)
+{
+    struct shared_step step = {.engine = engine, .head = head};
+    struct dkv_tile tile;
+    dkv_head_place(head, engine->shared.bytes);
+    dkv_tile_place(&tile, head, engine->tiles[0].bytes);
+    unsigned faults = dkv_head_begin(head);
+    if (faults != DKV_FAULT_NONE)
+        return faults;
+    step.step = dkv_head_pass_a;
+    dkv_threads_run(engine->crew, shared_task, &step, head->n_splits);
+    faults = dkv_head_merge(head, &tile);
+    if (faults != DKV_FAULT_NONE)
+        return faults;
+    if (head->author_form) {
+        step.step = dkv_head_pass_a2;
+        dkv_threads_run(engine->crew, shared_task, &step, head->n_splits);
+        dkv_head_merge_a2(head, &tile);
+    }
+    step.step = dkv_head_pass_b;
+    dkv_threads_run(engine->crew, shared_task, &step, head->n_splits);
+    select_and_finish(engine, head, 0);
+    return DKV_FAULT_NONE;
+}
+
+/* A slice of the batch's heads, TASKS_MAX at most. */
+struct slice {
+    const struct dkv_engine *engine;
+    struct head_task *tasks;
+    size_t n_tasks;
+};
+
+static void whole_task(void *context, size_t task, unsigned thread)
+{
+    const struct slice *slice = context;
+    struct head_task *at = &slice->tasks[task];
+    struct dkv_head head;
+    dkv_head_init(&head, slice->engine->ops, at->item, at->head);
+    at->faults = run_whole(slice->engine, &head, thread);
+}
+
+static void explain_failures(const struct slice *slice)
+{
+    for (size_t i = 0; i < slice->n_tasks; i++) {
+        const struct head_task *task = &slice->tasks[i];
+        if (task->faults == DKV_FAULT_NONE || task->item->status != DKV_OK)
+            continue; /* heads come in order: the lowest one that failed is explained */
+        struct dkv_head head;
+        dkv_head_init(&head, slice->engine->ops, task->item, task->head);
+        task->item->status = dkv_head_explain(&head, task->faults, &task->item->error);
+    }
+}
+
+static void run_slice(struct slice *slice)
+{
+    dkv_threads_run(slice->engine->crew, whole_task, slice, slice->n_tasks);
+    explain_failures(slice);
+    slice->n_tasks = 0;
+}
+
+/* How a batch is laid out, found before it starts. */
+struct layout {
+    uint64_t n_heads; /* that have to be scored */
+    size_t shared_bytes, whole_bytes, tile_bytes;
+};
+
+static bool runs_shared(const struct dkv_engine *engine, const struct dkv_head *head,
+                        uint64_t n_heads)
+{
+    if (engine->threads == 1)
+        return false;
+    if (dkv_head_bytes(head) > WHOLE_BYTES / engine->threads)
+        return true;
+    return head->n >= SHARE_TOKENS_MIN && n_heads < 2 * (uint64_t)engine->threads;
+}
+
+static bool needs_scoring(const struct dkv_item *item)
+{
+    return item->status == DKV_OK && (!item->plan->keep_all || item->scores_out != NULL);
+}
+
+static size_t larger(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
+static bool reserve(struct dkv_engine *engine, const struct dkv_item *items, size_t n_items,
+                    struct layout *layout)
+{
+    *layout = (struct layout){0};
+    for (size_t i = 0; i < n_items; i++)
+        layout->n_heads += needs_scoring(&items[i]) ? items[i].block->kv_heads : 0;
+    for (size_t i = 0; i < n_items; i++) {
+        if (!needs_scoring(&items[i]))
+            continue;
+        struct dkv_head head;
+        dkv_head_init(&head, engine->ops, &items[i], 0);
+        size_t *bytes = runs_shared(engine, &head, layout->n_heads) ? &layout->shared_bytes
+                                                                    : &layout->whole_bytes;
+        *bytes = larger(*bytes, dkv_head_bytes(&head));
+        layout->tile_bytes = larger(layout->tile_bytes, dkv_tile_bytes(&head));
+    }
+    bool ok = buffer_grow(engine, &engine->shared, layout->shared_bytes);
+    for (unsigned t = 0; t < engine->threads && ok; t++) {
+        ok = buffer_grow(engine, &engine->wholes[t], layout->whole_bytes) &&
+             (layout->tile_bytes == 0 ||
+              buffer_grow(engine, &engine->tiles[t],
+                          layout->tile_bytes + dkv_select_scratch_bytes()));
+    }
+    return ok;
+}
+
+static void run_item(struct slice *slice, struct dkv_item *item, const struct layout *layout)
+{
+    const struct dkv_engine *engine = slice->engine;
+    for (uint32_t h = 0; h < item->block->kv_heads; h++) {
+        struct dkv_head head;
+        dkv_head_init(&head, engine->ops, item, h);
+        if (!runs_shared(engine, &head, layout->n_heads)) {
+            slice->tasks[slice->n_tasks++] = (struct head_task){.item = item, .head = h};
+            if (slice->n_tasks == TASKS_MAX)
+                run_slice(slice);
+            continue;
+        }
+        const unsigned faults = run_shared(engine, &head);
+        if (faults != DKV_FAULT_NONE) {
+            item->status = dkv_head_explain(&head, faults, &item->error);
+            return;
+        }
+    }
+}
+
+/* Everything is kept: no tensor needs to be looked at. */
+static void keep_all(struct dkv_item *item)
+{
+    const uint64_t k = item->plan->keep_tokens;
+    for (uint32_t h = 0; h < item->block->kv_heads; h++) {
+        for (uint64_t i = 0; i < k; i++)
+            item->keep_out[h * k + i] = (int32_t)(item->block->valid_from + i);
+    }
+}
+
+static bool on_host(const struct dkv_block *block)
+{
+    return block->query.place == DKV_PLACE_HOST && block->key.place == DKV_PLACE_HOST &&
+           block->value.place == DKV_PLACE_HOST &&
+           (block->table.entries == NULL || block->table.place == DKV_PLACE_HOST) &&
+           (block->v_table.entries == NULL || block->v_table.place == DKV_PLACE_HOST);
+}
+
+static enum dkv_status cpu_submit(struct dkv_engine *engine, struct dkv_item *items, size_t n_items,
+                                  struct dkv_error *err)
+{
+    for (size_t i = 0; i < n_items; i++) {
+        items[i].status = DKV_OK;
+        if (!on_host(items[i].block))
+            items[i].status = dkv_error_set(&items[i].error, DKV_E_UNSUPPORTED,
+                                            "cpu engine: tensors in device memory");
+    }
+    struct layout layout;
+    if (!reserve(engine, items, n_items, &layout))
+        return dkv_error_set(err, DKV_E_NOMEM, "cpu engine: no memory for a batch of %llu heads",
+                             (unsigned long long)layout.n_heads);
+
+    const unsigned fpu = dkv_cpu_fpu_enter();
+    struct slice slice = {.engine = engine, .tasks = engine->tasks};
+    for (size_t i = 0; i < n_items; i++) {
+        if (needs_scoring(&items[i]))
+            run_item(&slice, &items[i], &layout);
+        else if (items[i].status == DKV_OK)
+            keep_all(&items[i]);
+    }
+    if (slice.n_tasks > 0)
+        run_slice(&slice);
+    dkv_cpu_fpu_leave(fpu);
+    return DKV_OK;
+}
+
+/* submit() has done it all. */
+static enum dkv_status cpu_wait(struct dkv_engine *engine, struct dkv_error *err)
+{
+    (void)engine;
+    (void)err;
+    return DKV_OK;
+}
+
+const struct dkv_engine_ops dkv_engine_cpu = {
+    .abi = DKV_ENGINE_ABI,
+    .name = "cpu",
+    .open = cpu_open,
+    .close = cpu_close,
+    .info = cpu_info,
+    .submit = cpu_submit,
+    .wait = cpu_wait,
+    .max_in_flight = 1,
+};

@@ -1,0 +1,280 @@
+/* Shape, memory and preparation of a head; the passes are in head_pass.c, the states between them
+ * in head_merge.c, the search for what went wrong in head_explain.c.
+ *
+ * Keys and values are centred. Softmax does not change when one vector is added to every key, nor
+ * the score when one is added to every value; but float32 sums of products lose digits to a common
+ * offset. The centre is, per component, the median of a few tokens: robust against sinks, and
+ * exactly the common value where all tokens are the same, which makes those scores exactly 0.
+ */
+#include "kernels/cpu/head.h"
+
+#include "kernels/convert.h"
+
+#include <math.h>
+#include <string.h>
+
+#define LOG2E            1.4426950408889634
+#define SPLIT_TOKENS_MIN 4096u
+#define SPLITS_MAX       32u
+#define SPLIT_BYTES_MAX  (1u << 20) /* of all splits' panels, where two fit at all */
+#define SAMPLES          15u
+
+void dkv_head_init(struct dkv_head *head, const struct dkv_cpu_ops *ops,
+                   const struct dkv_item *item, uint32_t index)
+{
+    const struct dkv_block *block = item->block;
+    const struct dkv_plan *plan = item->plan;
+    const struct dkv_params *params = item->params;
+    *head = (struct dkv_head){.ops = ops, .item = item, .index = index};
+    head->dim = block->head_dim;
+    head->v_dim = plan->v_dim;
+    head->rows = plan->group * plan->window;
+    head->n_rows = (head->rows + ops->lanes - 1) / ops->lanes * ops->lanes;
+    head->n = plan->n_valid;
+    head->mask = params->nonfinite == DKV_NONFINITE_MASK;
+    head->round = DKV_FP32;
+    if (params->p_round == DKV_P_ROUND_INPUT &&
+        (block->query.dtype == DKV_BF16 || block->query.dtype == DKV_FP16))
+        head->round = block->query.dtype;
+    head->author_form = params->eps > 0 && head->round != DKV_FP32;
+    head->native_bf16 = ops->dot_bf16 != NULL && block->query.dtype == DKV_BF16 &&
+                        block->key.dtype == DKV_BF16 && !head->mask;
+
+    dkv_reader_init(&head->keys, &block->key, &block->table, block->page_tokens,
+                    plan->k_entry_limit, index);
+    dkv_reader_init(&head->values, &block->value,
+                    block->v_table.entries != NULL ? &block->v_table : &block->table,
+                    block->page_tokens, plan->v_entry_limit, index);
+
+    uint64_t most = SPLIT_BYTES_MAX / (sizeof(float) * head->v_dim * head->n_rows);
+    most = most < 2 ? 2 : most > SPLITS_MAX ? SPLITS_MAX : most;
+    uint64_t tokens = (head->n + most - 1) / most;
+    tokens = tokens < SPLIT_TOKENS_MIN ? SPLIT_TOKENS_MIN : tokens;
+    head->split_tokens = (tokens + DKV_TILE_KEYS - 1) / DKV_TILE_KEYS * DKV_TILE_KEYS;
+    head->n_splits = (uint32_t)((head->n + head->split_tokens - 1) / head->split_tokens);
+}
+
+/* Deals out pieces of one allocation, or only counts them where base is NULL. */
+struct dealer {
+    uint8_t *base;
+    size_t used;
+};
+
+static void *deal(struct dealer *dealer, size_t count, size_t size)
+{
+    void *piece = dealer->base != NULL ? dealer->base + dealer->used : NULL;
+    dealer->used += (count * size + 63) & ~(size_t)63;
+    return piece;
+}
+
+static void deal_head(struct dkv_head *head, struct dealer *dealer)
+{
+    const size_t rows = head->n_rows, dim = head->dim, v_dim = head->v_dim;
+    if (head->native_bf16)
+        head->query_pairs = deal(dealer, rows * dim / 2, sizeof(uint32_t));
+    else
+        head->queries = deal(dealer, rows * dim, sizeof(float));
+    head->key_shift = deal(dealer, dim, sizeof(float));
+    head->value_shift = deal(dealer, v_dim, sizeof(float));
+    head->scaled_shift = deal(dealer, v_dim, sizeof(float));
+    head->outputs = deal(dealer, rows * v_dim, sizeof(float));
+    head->out_norm = deal(dealer, rows, sizeof(float));
+    head->ref = deal(dealer, rows, sizeof(float));
+    head->inv = deal(dealer, rows, sizeof(float));
+    head->best_key = deal(dealer, rows, sizeof(int32_t));
+    head->best_p = deal(dealer, rows, sizeof(double));
+    head->best_exact = deal(dealer, rows, sizeof(double));
+    head->best_term = deal(dealer, rows, sizeof(float));
+    head->splits = deal(dealer, head->n_splits, sizeof(struct dkv_split_state));
+    for (uint32_t s = 0; s < head->n_splits; s++) {
+        struct dkv_split_state state = {
+            .best = deal(dealer, rows, sizeof(float)),
+            .best_key = deal(dealer, rows, sizeof(int32_t)),
+            .ref = deal(dealer, rows, sizeof(float)),
+            .sum = deal(dealer, rows, sizeof(double)),
+            .panel = deal(dealer, rows * v_dim, sizeof(float)),
+        };
+        if (dealer->base != NULL)
+            head->splits[s] = state;
+    }
+    head->raw = deal(dealer, head->n, sizeof(float));
+    /* A row can see a single key only in a block of one window, or where tokens are masked. */
+    if (head->mask || head->n == head->item->plan->window)
+        head->flags = deal(dealer, head->n, sizeof(uint8_t));
+}
+
+size_t dkv_head_bytes(const struct dkv_head *head)
+{
+    struct dkv_head copy = *head;
+    struct dealer dealer = {0};
+    deal_head(&copy, &dealer);
+    return dealer.used;
+}
+
+void dkv_head_place(struct dkv_head *head, void *memory)
+{
+    struct dealer dealer = {.base = memory};
+    deal_head(head, &dealer);
+}
+
+static size_t deal_tile(struct dkv_tile *tile, const struct dkv_head *head, void *memory)
+{
+    struct dealer dealer = {.base = memory};
+    tile->keys = deal(&dealer, (size_t)DKV_TILE_KEYS * head->dim, sizeof(float));
+    tile->values = deal(&dealer, (size_t)DKV_TILE_KEYS * head->v_dim, sizeof(float));
+    tile->logits = deal(&dealer, (size_t)DKV_TILE_KEYS * head->n_rows, sizeof(float));
+    tile->terms = deal(&dealer, (size_t)DKV_TILE_KEYS * head->n_rows, sizeof(float));
+    tile->keep = deal(&dealer, head->n_rows, sizeof(float));
+    tile->sum = deal(&dealer, head->n_rows, sizeof(float));
+    tile->back = deal(&dealer, head->n_rows, sizeof(float));
+    tile->back_key = deal(&dealer, head->n_rows, sizeof(int32_t));
+    tile->row = deal(&dealer, head->v_dim, sizeof(float));
+    return dealer.used;
+}
+
+size_t dkv_tile_bytes(const struct dkv_head *head)
+{
+    struct dkv_tile tile;
+    return deal_tile(&tile, head, NULL);
+}
+
+void dkv_tile_place(struct dkv_tile *tile, const struct dkv_head *head, void *memory)
+{
+    deal_tile(tile, head, memory);
+}
+
+static float median(float *values, unsigned n)
+{
+    for (unsigned i = 1; i < n; i++) {
+        const float x = values[i];
+        unsigned j = i;
+        for (; j > 0 && values[j - 1] > x; j--)
+            values[j] = values[j - 1];
+        values[j] = x;
+    }
+    return n > 0 ? values[n / 2] : 0.0f;
+}
+
+/* shift_out[d] = minus the median over samples of stored component d, the non-finite left out. */
+static bool choose_centre(const struct dkv_head *head, const struct dkv_reader *reader,
+                          uint32_t dim, float *shift_out)
+{
+    const unsigned n = head->n < SAMPLES ? (unsigned)head->n : SAMPLES;
+    const size_t size = dkv_dtype_bytes(reader->dtype);
+    const void *rows[SAMPLES];
+    for (unsigned i = 0; i < n; i++) {
+        const uint64_t token = head->item->block->valid_from + (2 * i + 1) * head->n / (2 * n);
+        if (!dkv_reader_rows(reader, token, 1, &rows[i]))
+            return false;
+    }
+    for (uint32_t d = 0; d < dim; d++) {
+        float values[SAMPLES];
+        unsigned finite = 0;
+        for (unsigned i = 0; i < n; i++) {
+            const float x = dkv_element_to_f32((const uint8_t *)rows[i] + d * size, reader->dtype);
+            if (isfinite(x))
+                values[finite++] = x;
+        }
+        shift_out[d] = -median(values, finite);
+    }
+    return true;
+}
+
+static const uint8_t *query_row(const struct dkv_head *head, uint32_t row)
+{
+    const struct dkv_block *block = head->item->block;
+    const struct dkv_plan *plan = head->item->plan;
+    const struct dkv_view *view = &block->query;
+    const uint32_t q_head = head->index * plan->group + row / plan->window;
+    const uint64_t q_row = plan->first_row + row % plan->window;
+    return (const uint8_t *)view->base + view->offset + (int64_t)q_head * view->head_stride +
+           (int64_t)q_row * view->token_stride;
+}
+
+static double query_scale(const struct dkv_head *head, uint32_t row)
+{
+    const struct dkv_view *view = &head->item->block->query;
+    const uint32_t q_head = head->index * head->item->plan->group + row / head->item->plan->window;
+    if (view->dtype != DKV_F8_E4M3 && view->dtype != DKV_F8_E5M2)
+        return 1.0;
+    if (view->head_scales != NULL)
+        return (double)view->head_scales[q_head];
+    return view->scale != 0.0f ? (double)view->scale : 1.0;
+}
+
+/* Query elements times `factor`, row by row into the panel's columns. Padding rows are zero. */
+static bool pack_queries(struct dkv_head *head, double factor)
+{
+    const enum dkv_dtype dtype = head->item->block->query.dtype;
+    const size_t size = dkv_dtype_bytes(dtype), n_rows = head->n_rows;
+    memset(head->queries, 0, sizeof(float) * n_rows * head->dim);
+    for (uint32_t r = 0; r < head->rows; r++) {
+        const uint8_t *row = query_row(head, r);
+        const double scale = factor * query_scale(head, r);
+        for (uint32_t d = 0; d < head->dim; d++) {
+            const float x = dkv_element_to_f32(row + d * size, dtype);
+            if (!isfinite(x))
+                return false;
+            head->queries[d * n_rows + r] = (float)((double)x * scale);
+        }
+    }
+    return true;
+}
+
+/* Pairs of adjacent elements of bf16 rows as they are. */
+static bool pack_query_pairs(struct dkv_head *head)
+{
+    const size_t n_rows = head->n_rows;
+    memset(head->query_pairs, 0, sizeof(uint32_t) * n_rows * head->dim / 2);
+    for (uint32_t r = 0; r < head->rows; r++) {
+        const uint8_t *row = query_row(head, r);
+        for (uint32_t d = 0; d < head->dim; d += 2) {
+            uint16_t low, high;
+            memcpy(&low, row + 2 * d, 2);
+            memcpy(&high, row + 2 * d + 2, 2);
+            if (!isfinite(dkv_bf16_to_f32(low)) || !isfinite(dkv_bf16_to_f32(high)))
+                return false;
+            head->query_pairs[d / 2 * n_rows + r] = (uint32_t)high << 16 | low;
+        }
+    }
+    return true;
+}
+
+unsigned dkv_head_begin(struct dkv_head *head)
+{
+    const double cap = head->item->params->logit_softcap;
+    const double unit = cap > 0 ? 1.0 / cap : LOG2E; /* softcap multiplies by cap * log2(e) later */
+    const double factor = head->item->plan->scale * unit * (double)head->keys.scale;
+
+    if (!choose_centre(head, &head->values, head->v_dim, head->value_shift))
+        return DKV_FAULT_TABLE;
+    /* A common key offset moves all logits of a row alike, which only softmax forgives. */
+    if (cap > 0 || head->native_bf16)
+        memset(head->key_shift, 0, sizeof(float) * head->dim);
+    else if (!choose_centre(head, &head->keys, head->dim, head->key_shift))
+        return DKV_FAULT_TABLE;
+
+    head->query_factor = (float)factor;
+    const bool finite = head->native_bf16 ? pack_query_pairs(head) : pack_queries(head, factor);
+    if (head->flags != NULL)
+        memset(head->flags, 0, head->n);
+    return finite ? DKV_FAULT_NONE : DKV_FAULT_NONFINITE;
+}
+
+void dkv_head_finish(const struct dkv_head *head)
+{
+    const struct dkv_item *item = head->item;
+    if (item->scores_out == NULL)
+        return;
+    float *scores = item->scores_out + (uint64_t)head->index * item->block->n_tokens;
+    memset(scores, 0, sizeof(float) * item->block->valid_from);
+    scores += item->block->valid_from;
+
+    const double unit = (double)head->values.scale /
+                        ((double)head->gain * (double)head->value_factor);
+    double factor = unit * unit;
+    if (item->params->gqa == DKV_GQA_MEAN)
+        factor /= item->plan->group;
+    for (uint64_t j = 0; j < head->n; j++)
+        scores[j] = (float)((double)head->raw[j] * factor);
+}

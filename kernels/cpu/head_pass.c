@@ -1,0 +1,315 @@
+/* The streaming passes over one split.
+ *
+ * Every pass walks the same tiles and gets its logits from the same function, so that all see the
+ * same bits. A row's best key never takes part in the vector arithmetic of a tile: pass A keeps it
+ * apart, the others hide it and put the exact number, computed once per row by merge, in its place.
+ */
+#include "kernels/cpu/head.h"
+
+#include "kernels/convert.h"
+#include "kernels/select.h"
+
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+#define LOG2E     1.4426950408889634
+#define VALUE_MAX 1e18f
+
+static unsigned judge(float key_top, float value_top, const struct dkv_head *head)
+{
+    unsigned faults = DKV_FAULT_NONE;
+    if (!(key_top <= FLT_MAX) || !(value_top <= FLT_MAX))
+        faults |= DKV_FAULT_NONFINITE;
+    else if (!(value_top * head->values.scale <= VALUE_MAX))
+        faults |= DKV_FAULT_RANGE;
+    return faults;
+}
+
+unsigned dkv_head_load_values(const struct dkv_head *head, float *rows, uint64_t first, size_t n,
+                              float factor, const float *shift, float *top_out)
+{
+    const void *src[DKV_TILE_KEYS];
+    if (!dkv_reader_rows(&head->values, head->item->block->valid_from + first, n, src))
+        return DKV_FAULT_TABLE;
+    *top_out = head->ops->load(rows, head->v_dim, src, n, head->v_dim, head->values.dtype, factor,
+                               shift);
+    return DKV_FAULT_NONE;
+}
+
+static bool row_is_finite(const struct dkv_reader *reader, const void *row, uint32_t dim)
+{
+    const size_t size = dkv_dtype_bytes(reader->dtype);
+    for (uint32_t d = 0; d < dim; d++) {
+        if (!isfinite(dkv_element_to_f32((const uint8_t *)row + d * size, reader->dtype)))
+            return false;
+    }
+    return true;
+}
+
+static void hide_column(float *row, size_t n)
+{
+    for (size_t r = 0; r < n; r++)
+        row[r] = -HUGE_VALF;
+}
+
+/* nonfinite=mask: tokens with a non-finite key or value become zero rows that nobody sees. */
+static void mask_tokens(struct dkv_head *head, const struct dkv_tile *tile, uint64_t first,
+                        size_t n)
+{
+    const uint64_t stored = head->item->block->valid_from + first;
+    for (size_t k = 0; k < n; k++) {
+        const void *key, *value;
+        if (!dkv_reader_rows(&head->keys, stored + k, 1, &key) ||
+            !dkv_reader_rows(&head->values, stored + k, 1, &value))
+            return; /* already reported by whoever loaded the tile */
+        if (row_is_finite(&head->keys, key, head->dim) &&
+            row_is_finite(&head->values, value, head->v_dim))
+            continue;
+        head->flags[first + k] |= DKV_TOKEN_LOWEST;
+        hide_column(tile->logits + k * head->n_rows, head->n_rows);
+        memset(tile->values + k * head->v_dim, 0, sizeof(float) * head->v_dim);
+    }
+}
+
+/* The largest |stored value| of the tile's tokens that were not masked. */
+static float top_of_unmasked(const struct dkv_head *head, uint64_t first, size_t n)
+{
+    const size_t size = dkv_dtype_bytes(head->values.dtype);
+    float top = 0.0f;
+    for (size_t k = 0; k < n; k++) {
+        const void *row;
+        if ((head->flags[first + k] & DKV_TOKEN_LOWEST) ||
+            !dkv_reader_rows(&head->values, head->item->block->valid_from + first + k, 1, &row))
+            continue;
+        for (uint32_t d = 0; d < head->v_dim; d++) {
+            const float x = fabsf(
+                dkv_element_to_f32((const uint8_t *)row + d * size, head->values.dtype));
+            top = x > top ? x : top;
+        }
+    }
+    return top;
+}
+
+/* The last tokens are not visible to all rows: row t sees tokens up to n - window + t. */
+static void hide_future(const struct dkv_head *head, float *logits, uint64_t first, size_t n)
+{
+    const uint32_t window = head->item->plan->window;
+    const uint64_t all_see = head->n - window + 1;
+    for (uint64_t j = first > all_see ? first : all_see; j < first + n; j++) {
+        float *row = logits + (j - first) * head->n_rows;
+        for (uint32_t r = 0; r < head->rows; r++) {
+            if (r % window < j - all_see + 1)
+                row[r] = -HUGE_VALF;
+        }
+    }
+}
+
+/* Loads a tile and fills tile->logits and tile->values. */
+static unsigned open_tile(struct dkv_head *head, const struct dkv_tile *tile, uint64_t first,
+                          size_t n, float factor, const float *shift, float *value_top)
+{
+    const struct dkv_cpu_ops *ops = head->ops;
+    const void *src[DKV_TILE_KEYS];
+    float key_top;
+    if (!dkv_reader_rows(&head->keys, head->item->block->valid_from + first, n, src))
+        return DKV_FAULT_TABLE;
+    if (head->native_bf16) {
+        ops->dot_bf16(tile->logits, head->query_pairs, head->n_rows, src, n, head->dim,
+                      head->query_factor, &key_top);
+    } else {
+        key_top = ops->load(tile->keys, head->dim, src, n, head->dim, head->keys.dtype, 1.0f,
+                            head->key_shift);
+        ops->dot(tile->logits, head->queries, head->n_rows, tile->keys, head->dim, n, head->dim);
+    }
+    unsigned faults = dkv_head_load_values(head, tile->values, first, n, factor, shift, value_top);
+    if (faults != DKV_FAULT_NONE)
+        return faults;
+
+    const double cap = head->item->params->logit_softcap;
+    if (cap > 0)
+        ops->softcap(tile->logits, n * head->n_rows, (float)(cap * LOG2E));
+    faults = judge(key_top, *value_top, head);
+    if ((faults & DKV_FAULT_NONFINITE) && head->mask) {
+        mask_tokens(head, tile, first, n);
+        *value_top = top_of_unmasked(head, first, n);
+        faults = judge(0.0f, *value_top, head);
+    }
+    if (first + n > head->n - head->item->plan->window + 1)
+        hide_future(head, tile->logits, first, n);
+    return faults;
+}
+
+/* A key that is no longer its row's best joins the others. */
+static unsigned give_back(struct dkv_head *head, struct dkv_split_state *state,
+                          const struct dkv_tile *tile)
+{
+    const size_t n_rows = head->n_rows;
+    for (uint32_t r = 0; r < head->rows; r++) {
+        const float weight = tile->back[r];
+        if (weight == 0.0f)
+            continue;
+        float top;
+        const unsigned faults = dkv_head_load_values(head, tile->row, (uint64_t)tile->back_key[r],
+                                                     1, 1.0f, head->value_shift, &top);
+        if (faults != DKV_FAULT_NONE)
+            return faults;
+        state->sum[r] += (double)weight;
+        for (uint32_t d = 0; d < head->v_dim; d++)
+            state->panel[d * n_rows + r] += weight * tile->row[d];
+    }
+    return DKV_FAULT_NONE;
+}
+
+static void split_range(const struct dkv_head *head, uint32_t split, uint64_t *first_out,
+                        uint64_t *end_out)
+{
+    *first_out = split * head->split_tokens;
+    *end_out = *first_out + head->split_tokens;
+    if (*end_out > head->n)
+        *end_out = head->n;
+}
+
+static size_t tile_keys(uint64_t first, uint64_t end)
+{
+    return end - first < DKV_TILE_KEYS ? (size_t)(end - first) : DKV_TILE_KEYS;
+}
+
+void dkv_head_pass_a(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile)
+{
+    const struct dkv_cpu_ops *ops = head->ops;
+    struct dkv_split_state *state = &head->splits[split];
+    for (uint32_t r = 0; r < head->n_rows; r++) {
+        state->best[r] = -HUGE_VALF;
+        state->best_key[r] = -1;
+        state->ref[r] = -FLT_MAX;
+        state->sum[r] = 0.0;
+    }
+    memset(state->panel, 0, sizeof(float) * head->v_dim * head->n_rows);
+    state->value_top = 0.0f;
+    state->faults = DKV_FAULT_NONE;
+
+    const struct dkv_softmax_rows rows = {
+        .best = state->best,
+        .ref = state->ref,
+        .keep = tile->keep,
+        .sum = tile->sum,
+        .back = tile->back,
+        .best_key = state->best_key,
+        .back_key = tile->back_key,
+    };
+    uint64_t first, end;
+    split_range(head, split, &first, &end);
+    for (; first < end; first += DKV_TILE_KEYS) {
+        const size_t n = tile_keys(first, end);
+        float top;
+        state->faults = open_tile(head, tile, first, n, 1.0f, head->value_shift, &top);
+        if (state->faults != DKV_FAULT_NONE)
+            return;
+        state->value_top = top > state->value_top ? top : state->value_top;
+        ops->softmax(&rows, tile->logits, head->n_rows, n, (int32_t)first);
+        for (uint32_t r = 0; r < head->n_rows; r++)
+            state->sum[r] = state->sum[r] * (double)tile->keep[r] + (double)tile->sum[r];
+        ops->accumulate(state->panel, tile->keep, head->n_rows, tile->logits, tile->values,
+                        head->v_dim, n, head->v_dim);
+        state->faults = give_back(head, state, tile);
+        if (state->faults != DKV_FAULT_NONE)
+            return;
+    }
+}
+
+/* Takes each row's best key out of the tile (-inf), if it is in it. */
+static void hide_best(const struct dkv_head *head, float *logits, uint64_t first, size_t n)
+{
+    for (uint32_t r = 0; r < head->rows; r++) {
+        const uint64_t at = (uint64_t)(int64_t)head->best_key[r] - first; /* wraps if before */
+        if (at < n)
+            logits[at * head->n_rows + r] = -HUGE_VALF;
+    }
+}
+
+void dkv_head_pass_a2(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile)
+{
+    const struct dkv_cpu_ops *ops = head->ops;
+    struct dkv_split_state *state = &head->splits[split];
+    memset(state->panel, 0, sizeof(float) * head->v_dim * head->n_rows);
+    for (uint32_t r = 0; r < head->n_rows; r++) {
+        state->sum[r] = 0.0;
+        tile->keep[r] = 1.0f;
+    }
+    uint64_t first, end;
+    split_range(head, split, &first, &end);
+    for (; first < end; first += DKV_TILE_KEYS) {
+        const size_t n = tile_keys(first, end);
+        float top;
+        open_tile(head, tile, first, n, 1.0f, head->value_shift, &top);
+        hide_best(head, tile->logits, first, n);
+        ops->weights(tile->logits, head->n_rows, n, head->ref, head->inv, head->round, tile->sum);
+        for (uint32_t r = 0; r < head->n_rows; r++)
+            state->sum[r] += (double)tile->sum[r];
+        ops->accumulate(state->panel, tile->keep, head->n_rows, tile->logits, tile->values,
+                        head->v_dim, n, head->v_dim);
+    }
+}
+
+/* gqa=max: the largest of the query heads' sums. */
+static void reduce_max(const struct dkv_head *head, float *out, const float *terms, size_t n)
+{
+    const uint32_t window = head->item->plan->window;
+    for (size_t k = 0; k < n; k++) {
+        const float *row = terms + k * head->n_rows;
+        float most = 0.0f;
+        for (uint32_t r = 0; r < head->rows; r += window) {
+            float sum = 0.0f;
+            for (uint32_t t = 0; t < window; t++)
+                sum += row[r + t];
+            most = sum > most ? sum : most;
+        }
+        out[k] = most;
+    }
+}
+
+void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile)
+{
+    const struct dkv_cpu_ops *ops = head->ops;
+    const struct dkv_params *params = head->item->params;
+    float value_norm[DKV_TILE_KEYS];
+    struct dkv_score_args args = {
+        .n_rows = head->n_rows,
+        .v_dim = head->v_dim,
+        .v_ld = head->v_dim,
+        .logits = tile->logits,
+        .terms = tile->terms,
+        .ref = head->ref,
+        .inv = head->inv,
+        .out = head->outputs,
+        .out_norm = head->out_norm,
+        .values = tile->values,
+        .value_norm = value_norm,
+        .gain = head->gain,
+        .eps = (float)params->eps,
+        .round = head->round,
+    };
+    uint64_t first, end;
+    split_range(head, split, &first, &end);
+    for (; first < end; first += DKV_TILE_KEYS) {
+        const size_t n = tile_keys(first, end);
+        float top;
+        open_tile(head, tile, first, n, head->value_factor, head->scaled_shift, &top);
+        hide_best(head, tile->logits, first, n);
+        ops->dot(tile->terms, head->outputs, head->n_rows, tile->values, head->v_dim, n,
+                 head->v_dim);
+        ops->norms(value_norm, tile->values, head->v_dim, n, head->v_dim);
+        args.n_keys = n;
+        ops->score(&args);
+        for (uint32_t r = 0; r < head->rows; r++) {
+            const uint64_t at = (uint64_t)(int64_t)head->best_key[r] - first;
+            if (at < n)
+                tile->terms[at * head->n_rows + r] = head->best_term[r];
+        }
+        if (params->gqa == DKV_GQA_MAX)
+            reduce_max(head, head->raw + first, tile->terms, n);
+        else
+            ops->reduce(head->raw + first, tile->terms, head->n_rows, n);
+    }
+}
