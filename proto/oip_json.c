@@ -219,3 +219,16 @@ enum dkv_status dkv_json_string(const json_t *object, const char *where, const c
     memcpy(out, json_string_value(value), json_string_length(value) + 1);
     return DKV_OK;
 }
+
+void dkv_json_show(const json_t *object, const char *key, char *out, size_t size)
+{
+    const json_t *value = dkv_json_member(object, key);
+    size_t n = 0;
+
+    if (json_is_string(value)) {
+        const char *string = json_string_value(value);
+        for (; n < size - 1 && string[n] != '\0'; n++)
+            out[n] = string[n] >= 0x20 && string[n] < 0x7f ? string[n] : '?';
+    }
+    out[n] = '\0';
+}

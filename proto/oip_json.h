@@ -45,4 +45,8 @@ enum dkv_status dkv_json_u64(const json_t *object, const char *where, const char
 enum dkv_status dkv_json_string(const json_t *object, const char *where, const char *key, char *out,
                                 size_t size, struct dkv_error *err);
 
+/* Takes a string to show to a person, "" if there is none: what is too long is cut, what a terminal
+ * would obey becomes '?'. */
+void dkv_json_show(const json_t *object, const char *key, char *out, size_t size);
+
 #endif
