@@ -1,0 +1,257 @@
+/* From the public request to blocks.
+ *
+ * The public tensors have no size of their own: the memory that bounds a view is worked out from
+ * its shape and strides, in checked arithmetic, so that everything behind the gate sees views like
+ * those of any other front end.
+ */
+#include "client/call.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* The numbers are the same on both sides of the public header. */
+_Static_assert((int)DROPKV_E_INTERNAL == (int)DKV_E_INTERNAL, "status numbers");
+_Static_assert((int)DROPKV_E_UNAVAILABLE == (int)DKV_E_UNAVAILABLE, "status numbers");
+_Static_assert((int)DROPKV_E_TOO_LARGE == (int)DKV_E_TOO_LARGE, "status numbers");
+_Static_assert((int)DROPKV_BF16 == (int)DKV_BF16, "type numbers");
+_Static_assert((int)DROPKV_F8_E5M2 == (int)DKV_F8_E5M2, "type numbers");
+_Static_assert(sizeof(struct dropkv_error) == sizeof(struct dkv_error), "error layout");
+
+/* A request made by a caller that was compiled against another version: what it knows is taken,
+ * the rest is zero, and what only it knows must be zero. */
+static enum dkv_status take_request(const struct dropkv_request *from, struct dropkv_request *to,
+                                    struct dkv_error *err)
+{
+    const size_t theirs = from->struct_size;
+    if (theirs < offsetof(struct dropkv_request, want_scores) || theirs > 4096)
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "request: struct_size %zu was not set by DROPKV_REQUEST_INIT", theirs);
+    const uint8_t *bytes = (const uint8_t *)from;
+    for (size_t i = sizeof(*to); i < theirs; i++)
+        if (bytes[i] != 0)
+            return dkv_error_set(err, DKV_E_UNSUPPORTED,
+                                 "request: uses a field that library version %s does not know",
+                                 dropkv_version());
+    memset(to, 0, sizeof(*to));
+    memcpy(to, from, theirs < sizeof(*to) ? theirs : sizeof(*to));
+    return DKV_OK;
+}
+
+static enum dkv_status take_param(struct dkv_params *params, const struct dropkv_param *param,
+                                  struct dkv_error *err)
+{
+    struct dkv_value value = {0};
+    if (param->name == NULL)
+        return dkv_error_set(err, DKV_E_INVALID, "params: a name is null");
+    switch (param->kind) {
+    case DROPKV_PARAM_INT:
+        value.kind = DKV_VALUE_INT;
+        value.integer = param->integer;
+        return dkv_params_set(params, param->name, value, err);
+    case DROPKV_PARAM_REAL:
+        value.kind = DKV_VALUE_REAL;
+        value.real = param->real;
+        return dkv_params_set(params, param->name, value, err);
+    case DROPKV_PARAM_TEXT:
+        if (param->text == NULL)
+            return dkv_error_set(err, DKV_E_INVALID, "%.40s: the text is null", param->name);
+        return dkv_params_set_text(params, param->name, param->text, err);
+    }
+    return dkv_error_set(err, DKV_E_INVALID, "%.40s: kind %d not in 0..2", param->name,
+                         (int)param->kind);
+}
+
+static enum dkv_status take_params(struct dkv_params *params, const struct dropkv_request *request,
+                                   struct dkv_error *err)
+{
+    dkv_params_init(params);
+    if (request->n_params > 0 && request->params == NULL)
+        return dkv_error_set(err, DKV_E_INVALID, "params: null, n_params is %zu",
+                             request->n_params);
+    for (size_t i = 0; i < request->n_params; i++) {
+        enum dkv_status status = take_param(params, &request->params[i], err);
+        if (status != DKV_OK)
+            return status;
+    }
+    dkv_params_resolve(params);
+    return DKV_OK;
+}
+
+/* One of the three tensors, with the dimensions that the request gives it. */
+struct tensor_shape {
+    const char *name;
+    const struct dropkv_tensor *tensor;
+    uint64_t heads;
+    uint64_t tokens;
+    uint64_t dim;
+};
+
+/* Lowest and highest first byte of a row, relative to data: extents may lie on both sides. */
+struct extent {
+    int64_t low;
+    int64_t high;
+};
+
+static bool stretch(struct extent *extent, int64_t stride, uint64_t count)
+{
+    int64_t reach;
+    if (count > (uint64_t)INT64_MAX ||
+        __builtin_mul_overflow(stride, count == 0 ? 0 : (int64_t)count - 1, &reach))
+        return false;
+    return reach < 0 ? !__builtin_add_overflow(extent->low, reach, &extent->low)
+                     : !__builtin_add_overflow(extent->high, reach, &extent->high);
+}
+
+static enum dkv_status take_view(const struct tensor_shape *shape, struct dkv_view *view_out,
+                                 int64_t *batch_stride_out, uint32_t batch, struct dkv_error *err)
+{
+    const struct dropkv_tensor *t = shape->tensor;
+    const uint64_t element = dkv_dtype_bytes((enum dkv_dtype)t->dtype);
+    uint64_t token;
+    uint64_t head;
+    uint64_t sequence;
+    if (t->data == NULL)
+        return dkv_error_set(err, DKV_E_INVALID, "%s: data is null", shape->name);
+    if (element == 0)
+        return dkv_error_set(err, DKV_E_UNSUPPORTED,
+                             "%s: dtype %d is not one of BF16, FP16, FP32, F8_E4M3, F8_E5M2",
+                             shape->name, (int)t->dtype);
+    if (!dkv_mul_u64(shape->dim, element, &token) || !dkv_mul_u64(token, shape->tokens, &head) ||
+        !dkv_mul_u64(head, shape->heads, &sequence) || sequence > (uint64_t)INT64_MAX)
+        return dkv_error_set(err, DKV_E_INVALID, "%s: the size of its shape overflows",
+                             shape->name);
+
+    const int64_t token_stride = t->token_stride != 0 ? t->token_stride : (int64_t)token;
+    const int64_t head_stride = t->head_stride != 0 ? t->head_stride : (int64_t)head;
+    const int64_t batch_stride = t->batch_stride != 0 ? t->batch_stride : (int64_t)sequence;
+    struct extent one = {0, 0}; /* of one sequence */
+    if (!stretch(&one, token_stride, shape->tokens) || !stretch(&one, head_stride, shape->heads))
+        return dkv_error_set(err, DKV_E_INVALID, "%s: its strides overflow", shape->name);
+    struct extent all = one;
+    int64_t span;
+    if (!stretch(&all, batch_stride, batch) || __builtin_sub_overflow(all.high, all.low, &span) ||
+        __builtin_add_overflow(span, (int64_t)token, &span))
+        return dkv_error_set(err, DKV_E_INVALID, "%s: its strides overflow", shape->name);
+
+    *batch_stride_out = batch_stride;
+    *view_out = (struct dkv_view){
+        .base = (const uint8_t *)t->data + one.low,
+        .bytes = (uint64_t)(one.high - one.low) + token,
+        .offset = (uint64_t)-one.low,
+        .token_stride = token_stride,
+        .head_stride = head_stride,
+        .dtype = (enum dkv_dtype)t->dtype,
+        .place = DKV_PLACE_HOST,
+        .scale = t->scale,
+    };
+    return DKV_OK;
+}
+
+/* Copies the small vectors, because a submitted request borrows nothing but the tensors. */
+static const float *take_floats(float **next, const float *from, uint32_t n)
+{
+    if (from == NULL)
+        return NULL;
+    float *copy = memcpy(*next, from, n * sizeof(float));
+    *next += n;
+    return copy;
+}
+
+static void next_sequence(struct dkv_view *view, int64_t batch_stride, uint32_t i)
+{
+    view->base = (const uint8_t *)view->base + batch_stride * (int64_t)i;
+}
+
+static enum dkv_status fill_blocks(struct dkv_call *call, const struct dropkv_request *r,
+                                   struct dkv_error *err)
+{
+    const uint64_t v_dim = r->v_dim != 0 ? r->v_dim : r->head_dim;
+    const struct tensor_shape query = {"query", &r->query, r->q_heads, r->q_rows, r->head_dim};
+    const struct tensor_shape key = {"key", &r->key, r->kv_heads, r->n_tokens, r->head_dim};
+    const struct tensor_shape value = {"value", &r->value, r->kv_heads, r->n_tokens, v_dim};
+    struct dkv_block first = {
+        .q_heads = r->q_heads,
+        .kv_heads = r->kv_heads,
+        .head_dim = r->head_dim,
+        .v_dim = (uint32_t)v_dim,
+        .q_rows = r->q_rows,
+        .n_tokens = r->n_tokens,
+    };
+    int64_t q_step;
+    int64_t k_step;
+    int64_t v_step;
+    enum dkv_status status = take_view(&query, &first.query, &q_step, r->batch, err);
+    if (status == DKV_OK)
+        status = take_view(&key, &first.key, &k_step, r->batch, err);
+    if (status == DKV_OK)
+        status = take_view(&value, &first.value, &v_step, r->batch, err);
+    if (status != DKV_OK)
+        return status;
+    float *next = call->floats;
+    first.key.head_scales = take_floats(&next, r->key.head_scales, r->kv_heads);
+    first.value.head_scales = take_floats(&next, r->value.head_scales, r->kv_heads);
+    first.sink_logits = take_floats(&next, r->sink_logits, r->q_heads);
+    for (uint32_t i = 0; i < r->batch; i++) {
+        call->blocks[i] = first;
+        next_sequence(&call->blocks[i].query, q_step, i);
+        next_sequence(&call->blocks[i].key, k_step, i);
+        next_sequence(&call->blocks[i].value, v_step, i);
+    }
+    return DKV_OK;
+}
+
+/* What sizes the allocations below; everything else is the gate's to judge. */
+static enum dkv_status check_counts(const struct dropkv_request *r, struct dkv_error *err)
+{
+    if (r->batch == 0 || r->batch > DKV_BLOCKS_MAX)
+        return dkv_error_set(err, DKV_E_INVALID, "batch %u not in 1..%u", r->batch, DKV_BLOCKS_MAX);
+    if (r->kv_heads == 0 || r->kv_heads > DKV_HEADS_MAX)
+        return dkv_error_set(err, DKV_E_INVALID, "kv_heads %u not in 1..%u", r->kv_heads,
+                             DKV_HEADS_MAX);
+    if (r->q_heads == 0 || r->q_heads > DKV_HEADS_MAX)
+        return dkv_error_set(err, DKV_E_INVALID, "q_heads %u not in 1..%u", r->q_heads,
+                             DKV_HEADS_MAX);
+    return DKV_OK;
+}
+
+enum dkv_status dkv_call_init(struct dkv_call *call_out, const struct dropkv_request *request,
+                              struct dkv_error *err)
+{
+    struct dropkv_request r;
+    struct dkv_call call = {0};
+    enum dkv_status status = take_request(request, &r, err);
+    if (status == DKV_OK)
+        status = check_counts(&r, err);
+    if (status == DKV_OK)
+        status = take_params(&call.request.params, &r, err);
+    if (status != DKV_OK)
+        return status;
+
+    call.blocks = calloc(r.batch, sizeof(call.blocks[0]));
+    call.plans = calloc(r.batch, sizeof(call.plans[0]));
+    call.floats = calloc(2 * (size_t)r.kv_heads + r.q_heads, sizeof(call.floats[0]));
+    call.request.blocks = call.blocks;
+    call.request.n_blocks = r.batch;
+    call.request.want_scores = r.want_scores != 0;
+    if (call.blocks == NULL || call.plans == NULL || call.floats == NULL)
+        status = dkv_error_set(err, DKV_E_NOMEM, "no memory for %u blocks", r.batch);
+    if (status == DKV_OK)
+        status = fill_blocks(&call, &r, err);
+    if (status == DKV_OK)
+        status = dkv_request_validate(&call.request, call.plans, err);
+    if (status != DKV_OK) {
+        dkv_call_fini(&call);
+        return status;
+    }
+    *call_out = call;
+    return DKV_OK;
+}
+
+void dkv_call_fini(struct dkv_call *call)
+{
+    free(call->blocks);
+    free(call->plans);
+    free(call->floats);
+    *call = (struct dkv_call){0};
+}

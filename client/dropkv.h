@@ -1,0 +1,362 @@
+/* libdropkv: ask which tokens of a KV cache to keep.
+ *
+ * A request hands over the last query rows, the keys and the values of one layer, for one or more
+ * sequences; the answer lists, for every KV head, the tokens to keep. Tensors are read where they
+ * lie, through byte strides, and are sent without a copy of the library's own.
+ *
+ *     struct dropkv_client *client;
+ *     struct dropkv_result *result;
+ *     struct dropkv_error error;
+ *     if (dropkv_client_open("http://127.0.0.1:8480", NULL, &client, &error) != DROPKV_OK)
+ *         ...error.text says why...
+ *
+ *     struct dropkv_param params[] = {dropkv_real("keep_ratio", 0.1), dropkv_int("sinks", 4)};
+ *     struct dropkv_request request = DROPKV_REQUEST_INIT;
+ *     request.batch = 1, request.q_heads = 32, request.kv_heads = 8, request.head_dim = 128;
+ *     request.q_rows = 64, request.n_tokens = n;
+ *     request.query = (struct dropkv_tensor){.data = q, .dtype = DROPKV_BF16};
+ *     ...key and value in the same way...
+ *     request.params = params, request.n_params = 2;
+ *     if (dropkv_score(client, &request, &result, &error) == DROPKV_OK)
+ *         ...result->keep_indices...
+ *     dropkv_result_free(result);
+ *     dropkv_client_close(client);
+ *
+ * Threads     a client belongs to one thread at a time: the caller serialises all calls on it.
+ *             Different clients are independent. The library starts no thread, installs no signal
+ *             handler and keeps no state outside its clients.
+ * Errors      every function that can fail returns a status; where it takes a `struct
+ *             dropkv_error *`, that may be NULL, and is written only on failure.
+ * Deadlines   every call ends: a request without a deadline of its own gets the client's.
+ * ABI         structures that the caller makes begin with their size, set by the _INIT macros, and
+ *             grow at their end; structures that the library makes grow at their end too. Status
+ *             and type numbers are never reused. The soname changes when this does not hold.
+ */
+#ifndef DROPKV_H
+#define DROPKV_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define DROPKV_API __attribute__((visibility("default")))
+#else
+#define DROPKV_API
+#endif
+
+#define DROPKV_VERSION_MAJOR  0
+#define DROPKV_VERSION_MINOR  1
+#define DROPKV_VERSION_PATCH  0
+#define DROPKV_VERSION_NUMBER 100 /* major * 10000 + minor * 100 + patch */
+
+/* The version of the library that is running, as text ("0.1.0") and as DROPKV_VERSION_NUMBER. */
+DROPKV_API const char *dropkv_version(void);
+DROPKV_API int dropkv_version_number(void);
+
+/* ---- status ---- */
+
+enum dropkv_status {
+    DROPKV_OK = 0,
+
+    /* The request has to change. */
+    DROPKV_E_MALFORMED = 1,   /* an answer or message could not be read */
+    DROPKV_E_INVALID = 2,     /* a field is outside its allowed range */
+    DROPKV_E_UNSUPPORTED = 3, /* well formed, but not something this version can do */
+    DROPKV_E_NOT_FOUND = 4,
+    DROPKV_E_DENIED = 5,    /* a token is missing or wrong */
+    DROPKV_E_TOO_LARGE = 6, /* above a size limit of the server */
+
+    /* The same request may succeed later. */
+    DROPKV_E_BUSY = 16,    /* too much is waiting already */
+    DROPKV_E_TIMEOUT = 17, /* the deadline passed */
+    DROPKV_E_DRAINING = 18,
+    DROPKV_E_CANCELLED = 19,
+    DROPKV_E_UNAVAILABLE = 20, /* nobody answers at the endpoint */
+
+    /* This side or the server failed. */
+    DROPKV_E_NOMEM = 32,
+    DROPKV_E_DEVICE = 33,
+    DROPKV_E_IO = 34,
+    DROPKV_E_INTERNAL = 35,
+};
+
+/* Why something failed: one sentence with the field, its value and the allowed range. */
+struct dropkv_error {
+    enum dropkv_status status;
+    char text[248];
+};
+
+/* "INVALID", and "a field is outside its allowed range". Static strings, never NULL. */
+DROPKV_API const char *dropkv_status_name(enum dropkv_status status);
+DROPKV_API const char *dropkv_status_text(enum dropkv_status status);
+
+/* 1 if the same request may succeed later, else 0. */
+DROPKV_API int dropkv_status_retryable(enum dropkv_status status);
+
+/* ---- element types ---- */
+
+enum dropkv_dtype {
+    DROPKV_BF16 = 1,
+    DROPKV_FP16 = 2,
+    DROPKV_FP32 = 3,
+    DROPKV_F8_E4M3 = 4, /* the "fn" variant: no infinities */
+    DROPKV_F8_E5M2 = 5,
+};
+
+/* Size of one element in bytes; 0 for an unknown type. */
+DROPKV_API size_t dropkv_dtype_bytes(enum dropkv_dtype dtype);
+
+/* ---- the client ---- */
+
+struct dropkv_client;
+
+struct dropkv_client_options {
+    size_t struct_size;
+
+    /* Bearer token sent with every HTTP request; NULL: the environment variable DROPKV_TOKEN, and
+     * none if that is unset or empty. Copied. */
+    const char *token;
+
+    int64_t timeout_us;       /* deadline of a request that names none; 0: 30 seconds */
+    uint32_t max_in_flight;   /* submitted and not yet answered; 0: 256; beyond: BUSY */
+    uint32_t max_connections; /* to the server at a time; 0: 16; further requests wait */
+
+    /* How often a request is sent again after a failure that a second try may cure (no connection,
+     * a connection that broke, BUSY and DRAINING with the server's Retry-After), always within its
+     * deadline. Scoring changes nothing on the server, so that is safe. Negative: never; 0: 2. */
+    int32_t max_retries;
+};
+
+#define DROPKV_CLIENT_OPTIONS_INIT                             \
+    {                                                          \
+        sizeof(struct dropkv_client_options), NULL, 0, 0, 0, 0 \
+    }
+
+/* Makes a client for an endpoint. Connects to nothing yet: the first request does.
+ *
+ * endpoint   "http://HOST:PORT" or "https://HOST:PORT", with an optional path prefix. In this
+ *            version "unix:///PATH" is UNSUPPORTED, as is "embedded:" outside dropkv-client.
+ *            Copied.
+ * options    NULL: all defaults. Copied.
+ * client_out the caller's, to be closed by dropkv_client_close(); written only on success.
+ * Errors     INVALID: not an endpoint, or an option out of range. UNSUPPORTED. NOMEM.
+ */
+DROPKV_API enum dropkv_status dropkv_client_open(const char *endpoint,
+                                                 const struct dropkv_client_options *options,
+                                                 struct dropkv_client **client_out,
+                                                 struct dropkv_error *error);
+
+/* Abandons what is in flight and frees everything but results that were taken already. NULL is
+ * fine. */
+DROPKV_API void dropkv_client_close(struct dropkv_client *client);
+
+/* ---- a request ---- */
+
+/* A tensor [batch][heads][tokens][dim] in the caller's memory. Element (b, h, t, d) lies at
+ * data + b * batch_stride + h * head_stride + t * token_stride + d * element size. Strides are in
+ * bytes and may be negative or in any order ([tokens][heads][dim] is only numbers); a stride of 0
+ * means that of a dense row-major tensor. Any alignment. This struct never changes. */
+struct dropkv_tensor {
+    const void *data;
+    enum dropkv_dtype dtype;
+    float scale;              /* element value = stored * scale; fp8 only; 0 means 1 */
+    const float *head_scales; /* [heads], instead of scale; NULL: one scale */
+    int64_t batch_stride;
+    int64_t head_stride;
+    int64_t token_stride;
+};
+
+enum dropkv_param_kind { DROPKV_PARAM_INT = 0, DROPKV_PARAM_REAL = 1, DROPKV_PARAM_TEXT = 2 };
+
+/* A scoring parameter by name; dropkv-client(1) lists names, ranges and defaults. This struct never
+ * changes. */
+struct dropkv_param {
+    const char *name;
+    enum dropkv_param_kind kind;
+    int64_t integer;
+    double real;
+    const char *text;
+};
+
+static inline struct dropkv_param dropkv_int(const char *name, int64_t value)
+{
+    struct dropkv_param param = {name, DROPKV_PARAM_INT, value, 0.0, NULL};
+    return param;
+}
+
+static inline struct dropkv_param dropkv_real(const char *name, double value)
+{
+    struct dropkv_param param = {name, DROPKV_PARAM_REAL, 0, value, NULL};
+    return param;
+}
+
+/* The text of any kind of value: dropkv_text("pool", "max"), dropkv_text("window", "8"). */
+static inline struct dropkv_param dropkv_text(const char *name, const char *value)
+{
+    struct dropkv_param param = {name, DROPKV_PARAM_TEXT, 0, 0.0, value};
+    return param;
+}
+
+struct dropkv_request {
+    size_t struct_size;
+
+    uint32_t batch;   /* sequences; >= 1 */
+    uint32_t q_heads; /* a multiple of kv_heads; query heads h*g .. h*g+g-1 belong to KV head h */
+    uint32_t kv_heads;
+    uint32_t head_dim; /* of queries and keys: a multiple of 8, at most 512 */
+    uint32_t v_dim;    /* of values; 0: head_dim */
+    uint64_t q_rows;   /* query rows per head, the last of which belongs to the last token; the last
+                          `window` of them are used */
+    uint64_t n_tokens; /* cached tokens */
+
+    struct dropkv_tensor query; /* [batch][q_heads][q_rows][head_dim] */
+    struct dropkv_tensor key;   /* [batch][kv_heads][n_tokens][head_dim] */
+    struct dropkv_tensor value; /* [batch][kv_heads][n_tokens][v_dim] */
+
+    /* [q_heads]: learned sink logits, one more softmax term per query head whose value is the zero
+     * vector (gpt-oss); NULL: none. Copied. */
+    const float *sink_logits;
+
+    const struct dropkv_param *params; /* [n_params]; names not given have their defaults */
+    size_t n_params;
+
+    int want_scores;    /* not 0: return every token's raw score too */
+    int64_t timeout_us; /* deadline, counted from submission; 0: the parameter `timeout` if it is
+                           given, else the client's */
+    void *user;         /* comes back in the result; never looked at */
+};
+
+#define DROPKV_REQUEST_INIT                          \
+    {                                                \
+        .struct_size = sizeof(struct dropkv_request) \
+    }
+
+/* ---- the answer ---- */
+
+/* Made by the library, freed by dropkv_result_free(). Do not copy or measure it: it may grow. */
+struct dropkv_result {
+    enum dropkv_status status; /* not DROPKV_OK: only id, user, error_text and times are set */
+    const char *error_text;    /* "" on success */
+    uint64_t id;               /* what dropkv_submit() gave */
+    void *user;                /* the request's */
+
+    uint32_t batch;
+    uint32_t kv_heads;
+    uint64_t n_tokens;
+    uint64_t keep_tokens; /* k */
+
+    /* [batch][kv_heads][keep_tokens]: positions 0..n_tokens-1, ascending. */
+    const int32_t *keep_indices;
+
+    /* [batch][kv_heads][n_tokens]: raw scores before pooling; NULL unless asked for. */
+    const float *scores;
+
+    int degraded; /* not 0: an overloaded server kept sinks and the newest tokens, unscored */
+    const char *backend; /* what computed it ("cpu/avx512bf16", "cuda/sm_90a"); "" if not told */
+
+    uint64_t elapsed_ns; /* from submission to answer, as the caller saw it */
+    uint64_t queue_ns;   /* in the server's queue; 0 if not told */
+    uint64_t compute_ns; /* in the engine; 0 if not told */
+    uint32_t n_attempts; /* how often the request was sent */
+};
+
+/* NULL is fine. Valid also after its client was closed. */
+DROPKV_API void dropkv_result_free(struct dropkv_result *result);
+
+/* ---- blocking ---- */
+
+/* Scores one request and waits for the answer or the deadline. Other submitted requests go on
+ * meanwhile; their results stay for dropkv_next_result().
+ *
+ * request      borrowed for the call, with everything it points to.
+ * result_out   the caller's; set to NULL on failure.
+ * Errors       INVALID, UNSUPPORTED and TOO_LARGE before anything is sent where this side can tell;
+ *              whatever the server answers; TIMEOUT, UNAVAILABLE, MALFORMED, NOMEM.
+ */
+DROPKV_API enum dropkv_status dropkv_score(struct dropkv_client *client,
+                                           const struct dropkv_request *request,
+                                           struct dropkv_result **result_out,
+                                           struct dropkv_error *error);
+
+/* ---- driven by an event loop ----
+ *
+ * Watch dropkv_fd() for reading in any event loop; when it is readable, call dropkv_dispatch() with
+ * a timeout of 0, then take results until there are none:
+ *
+ *     dropkv_submit(client, &request, &id, &error);
+ *     ...
+ *     on_readable:
+ *         dropkv_dispatch(client, 0, &error);
+ *         while ((result = dropkv_next_result(client)) != NULL)
+ *             ...
+ */
+
+/* Starts a request.
+ *
+ * request   the struct, its parameters and scales are copied; the tensors' memory is borrowed and
+ *           must stay unchanged until the result was taken, dropkv_cancel() returned, or the client
+ *           was closed.
+ * id_out    names the request in this client; never 0. May be NULL.
+ * Errors    as dropkv_score() for what is wrong with the request; BUSY if max_in_flight is reached.
+ *           After an error nothing was started and nothing is borrowed.
+ */
+DROPKV_API enum dropkv_status dropkv_submit(struct dropkv_client *client,
+                                            const struct dropkv_request *request, uint64_t *id_out,
+                                            struct dropkv_error *error);
+
+/* One descriptor for the client's whole life: readable when dropkv_dispatch() has something to do,
+ * timers included. Owned by the client: never read, write or close it. */
+DROPKV_API int dropkv_fd(const struct dropkv_client *client);
+
+/* Does what can be done: sends, receives, honours deadlines. Waits up to timeout_us for something
+ * to happen (0: does not wait; negative: until a result is there or nothing is in flight). With
+ * an embedded engine it computes here. A request that fails is a result, not an error of this
+ * call. Errors: IO, if the system refuses to poll. */
+DROPKV_API enum dropkv_status dropkv_dispatch(struct dropkv_client *client, int64_t timeout_us,
+                                              struct dropkv_error *error);
+
+/* Takes the oldest finished request, the caller's to free; NULL if none is finished. */
+DROPKV_API struct dropkv_result *dropkv_next_result(struct dropkv_client *client);
+
+/* Abandons a request: no result will come, and its tensors are not read after the return. OK also
+ * if it had finished (its result is dropped); NOT_FOUND if there is no such request, or its result
+ * was taken. */
+DROPKV_API enum dropkv_status dropkv_cancel(struct dropkv_client *client, uint64_t id);
+
+/* Submitted and not yet finished. */
+DROPKV_API uint32_t dropkv_in_flight(const struct dropkv_client *client);
+
+/* ---- the server ---- */
+
+/* OK if the endpoint is ready for requests; UNAVAILABLE, DRAINING, TIMEOUT or DENIED if not.
+ * timeout_us 0: the client's. Blocks. */
+DROPKV_API enum dropkv_status dropkv_health(struct dropkv_client *client, int64_t timeout_us,
+                                            struct dropkv_error *error);
+
+/* What an endpoint says about itself. Made by the library, freed by dropkv_info_free(); it may
+ * grow. Texts are never NULL; what was not told is "". */
+struct dropkv_info {
+    const char *server;   /* "dropkvd" */
+    const char *version;  /* of the server */
+    const char *platform; /* of the model, in the Open Inference Protocol's metadata */
+    const char *backend;  /* "cpu/avx512bf16", "cuda/sm_90a" */
+    const char *device;   /* "NVIDIA H200", or the processor's name */
+};
+
+/* Asks the endpoint. Blocks until timeout_us at most (0: the client's). *info_out is the caller's
+ * to free; written only on success. */
+DROPKV_API enum dropkv_status dropkv_client_info(struct dropkv_client *client, int64_t timeout_us,
+                                                 struct dropkv_info **info_out,
+                                                 struct dropkv_error *error);
+
+/* NULL is fine. */
+DROPKV_API void dropkv_info_free(struct dropkv_info *info);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
