@@ -1,0 +1,171 @@
+/* Options made from the parameter table, the choice of an endpoint, and complaints. */
+#include "client/cli/options.h"
+
+#include "client/cli/embedded.h"
+
+#include <errno.h>
+#include <math.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sysexits.h>
+
+#define DEFAULT_ENDPOINT "http://127.0.0.1:8480"
+
+/* How long the default endpoint may take to say that it is ready. */
+#define PROBE_TIMEOUT_US 500000
+
+void dkv_complain(const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    fputs("dropkv-client: ", stderr);
+    vfprintf(stderr, format, args);
+    fputc('\n', stderr);
+    va_end(args);
+}
+
+int dkv_fail(const char *subject, const struct dkv_error *err)
+{
+    if (subject != NULL)
+        dkv_complain("%s: %s", subject, err->text);
+    else
+        dkv_complain("%s", err->text);
+    return (int)dkv_status_info(err->status)->exit_code;
+}
+
+int dkv_fail_usage(poptContext context, int popt_error)
+{
+    dkv_complain("%s: %s", poptBadOption(context, POPT_BADOPTION_NOALIAS),
+                 poptStrerror(popt_error));
+    return EX_USAGE;
+}
+
+/* ---- scoring parameters ---- */
+
+static char option_names[DKV_PARAM_COUNT][32];
+static char option_helps[DKV_PARAM_COUNT][256];
+
+/* "tokens" or "1..512 tokens": what stands behind the option's name. */
+static void describe_option(const struct dkv_param_info *info, char *help, size_t help_bytes)
+{
+    const char *unit = info->unit[0] != '\0' ? " " : "";
+    snprintf(help, help_bytes, "%s [%s%s%s]", info->help, info->range, unit, info->unit);
+}
+
+struct poptOption *dkv_param_option_table(void)
+{
+    static struct poptOption table[DKV_PARAM_COUNT + 1];
+    for (unsigned i = 0; i < DKV_PARAM_COUNT; i++) {
+        const struct dkv_param_info *info = dkv_param_info((enum dkv_param_id)i);
+        char *name = option_names[i];
+        snprintf(name, sizeof(option_names[i]), "%s", info->name);
+        for (char *c = name; *c != '\0'; c++)
+            if (*c == '_')
+                *c = '-';
+        describe_option(info, option_helps[i], sizeof(option_helps[i]));
+        table[i] = (struct poptOption){
+            .longName = name,
+            .argInfo = POPT_ARG_STRING,
+            .val = DKV_OPTION_PARAM + (int)i,
+            .descrip = option_helps[i],
+            .argDescrip = info->kind == DKV_VALUE_INT    ? "N"
+                          : info->kind == DKV_VALUE_REAL ? "X"
+                                                         : "WORD",
+        };
+    }
+    return table;
+}
+
+enum dkv_status dkv_param_options_take(struct dkv_param_options *options, int val, char *argument,
+                                       struct dkv_error *err)
+{
+    const struct dkv_param_info *info = dkv_param_info((enum dkv_param_id)(val - DKV_OPTION_PARAM));
+    struct dkv_params scratch;
+    enum dkv_status status = DKV_OK;
+    for (size_t i = 0; status == DKV_OK && i < options->n_params; i++)
+        if (strcmp(options->params[i].name, info->name) == 0)
+            status = dkv_error_set(err, DKV_E_INVALID, "given twice");
+    dkv_params_init(&scratch);
+    if (status == DKV_OK)
+        status = dkv_params_set_text(&scratch, info->name, argument, err);
+    if (status != DKV_OK) {
+        free(argument);
+        return status;
+    }
+    options->texts[options->n_params] = argument;
+    options->params[options->n_params++] = dropkv_text(info->name, argument);
+    return DKV_OK;
+}
+
+void dkv_param_options_fini(struct dkv_param_options *options)
+{
+    for (size_t i = 0; i < options->n_params; i++)
+        free(options->texts[i]);
+    *options = (struct dkv_param_options){0};
+}
+
+/* ---- numbers ---- */
+
+bool dkv_option_int(const char *name, const char *text, int64_t low, int64_t high, int64_t *out)
+{
+    char *end;
+    errno = 0;
+    const long long value = strtoll(text, &end, 10);
+    if (end == text || *end != '\0' || errno != 0 || value < low || value > high) {
+        dkv_complain("--%s: '%s' is not a whole number in %lld..%lld", name, text, (long long)low,
+                     (long long)high);
+        return false;
+    }
+    *out = value;
+    return true;
+}
+
+bool dkv_option_real(const char *name, const char *text, double low, double high, double *out)
+{
+    char *end;
+    errno = 0;
+    const double value = strtod(text, &end);
+    if (end == text || *end != '\0' || !isfinite(value) || value < low || value > high) {
+        dkv_complain("--%s: '%s' is not a number in %g..%g", name, text, low, high);
+        return false;
+    }
+    *out = value;
+    return true;
+}
+
+/* ---- the endpoint ---- */
+
+static enum dkv_status open_named(const char *endpoint, const struct dropkv_client_options *options,
+                                  struct dropkv_client **client_out, struct dkv_error *err)
+{
+    if (strncmp(endpoint, "embedded:", 9) == 0)
+        return dkv_client_open(endpoint, options, &dkv_transport_embedded, client_out, err);
+    return (enum dkv_status)dropkv_client_open(endpoint, options, client_out,
+                                               (struct dropkv_error *)err);
+}
+
+enum dkv_status dkv_open_endpoint(const char *endpoint, const struct dropkv_client_options *options,
+                                  struct dropkv_client **client_out, const char **chosen_out,
+                                  struct dkv_error *err)
+{
+    if (endpoint != NULL) {
+        *chosen_out = endpoint;
+        return open_named(endpoint, options, client_out, err);
+    }
+    enum dkv_status status = open_named(DEFAULT_ENDPOINT, options, client_out, err);
+    if (status != DKV_OK)
+        return status;
+    *chosen_out = DEFAULT_ENDPOINT;
+    if (dropkv_health(*client_out, PROBE_TIMEOUT_US, NULL) != DROPKV_OK) {
+        dropkv_client_close(*client_out);
+        *chosen_out = "embedded:";
+        status = open_named(*chosen_out, options, client_out, err);
+    }
+    if (status == DKV_OK)
+        dkv_complain(strcmp(*chosen_out, DEFAULT_ENDPOINT) == 0
+                         ? "using the daemon at " DEFAULT_ENDPOINT
+                         : "no daemon at " DEFAULT_ENDPOINT ", using the embedded engine");
+    return status;
+}

@@ -1,0 +1,445 @@
+/* dropkv-client score: which tokens of dumped blocks to keep.
+ *
+ * Files are mapped, their blocks found, and every block becomes one request whose tensors are the
+ * mapping itself. Several are in flight at a time, so that a server's queue is never empty while
+ * there is work left; answers are collected by block and printed in order at the end. The first
+ * failure ends the command: half a report would be taken for a whole one.
+ */
+#include "client/cli/blocks.h"
+#include "client/cli/commands.h"
+#include "client/cli/guard.h"
+#include "client/cli/options.h"
+#include "client/cli/report.h"
+#include "client/cli/terminal.h"
+#include "client/npy.h"
+#include "client/transport.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sysexits.h>
+#include <unistd.h>
+
+/* Requests in flight: enough to overlap transfer and scoring. */
+#define IN_FLIGHT 8u
+
+/* What the table counts as sinks where --sinks protects fewer. */
+#define TABLE_SINKS 4u
+
+static const struct format {
+    const char *name;
+    dkv_report_fn report;
+    bool binary;
+    bool one_block;
+} formats[] = {
+    {"table", dkv_report_table, false, false},
+    {"json", dkv_report_json, false, false},
+    {"safetensors", dkv_report_safetensors, true, false},
+    {"npy", dkv_report_npy, true, true},
+};
+
+/* Everything the command line says. */
+struct options {
+    char *endpoint;
+    struct dkv_block_patterns patterns;
+    char *query;
+    char *key;
+    char *value;
+    char *raw_dtype;
+    char *format_name;
+    char *output;
+    int want_scores;
+    int per_head;
+    const struct format *format;
+    struct dkv_param_options params;
+};
+
+struct command {
+    struct options o;
+    struct dkv_tensor_file *files;
+    size_t n_files;
+    struct dkv_block_list blocks;
+    struct dkv_outcome *outcomes;
+    struct dropkv_client *client;
+    const char *endpoint; /* the one that is used */
+    int64_t start_ns;
+};
+
+/* ---- the command line ---- */
+
+static const struct format *find_format(const char *name)
+{
+    for (size_t i = 0; i < sizeof(formats) / sizeof(formats[0]); i++)
+        if (strcmp(formats[i].name, name) == 0)
+            return &formats[i];
+    return NULL;
+}
+
+static bool names_a_file(const char *text)
+{
+    const size_t n = strlen(text);
+    return n > 4 && strcmp(text + n - 4, ".npy") == 0;
+}
+
+static int check_options(struct options *o)
+{
+    o->format = find_format(o->format_name != NULL ? o->format_name : "table");
+    if (o->format == NULL) {
+        dkv_complain("--format: '%s' is not one of table, json, safetensors, npy", o->format_name);
+        return EX_USAGE;
+    }
+    const unsigned n_named = (o->query != NULL) + (o->key != NULL) + (o->value != NULL);
+    if (n_named != 0 && n_named != 3) {
+        dkv_complain("--query, --key and --value belong together: %u of 3 given", n_named);
+        return EX_USAGE;
+    }
+    o->patterns = (struct dkv_block_patterns){o->query, o->key, o->value};
+    if (o->format->binary && o->output == NULL && isatty(STDOUT_FILENO)) {
+        dkv_complain("--format %s is not for a terminal: name a file with --output",
+                     o->format->name);
+        return EX_USAGE;
+    }
+    if (o->format->one_block && o->want_scores && o->output == NULL) {
+        dkv_complain("--format npy --scores makes two files: name the first with --output");
+        return EX_USAGE;
+    }
+    return EX_OK;
+}
+
+static int take_parameter(struct options *o, poptContext context, int val)
+{
+    struct dkv_error error;
+    const struct dkv_param_info *info = dkv_param_info((enum dkv_param_id)(val - DKV_OPTION_PARAM));
+    enum dkv_status status = dkv_param_options_take(&o->params, val, poptGetOptArg(context),
+                                                    &error);
+    if (status == DKV_OK)
+        return EX_OK;
+    dkv_complain("--%s: %s", dkv_param_option_table()[info->id].longName, error.text);
+    return EX_USAGE;
+}
+
+/* The arguments that are left are files; popt owns them until the context is freed. */
+static int read_command_line(struct command *c, poptContext context)
+{
+    int val;
+    int code = EX_OK;
+    while (code == EX_OK && (val = poptGetNextOpt(context)) >= 0)
+        if (val >= DKV_OPTION_PARAM)
+            code = take_parameter(&c->o, context, val);
+    if (code == EX_OK && val < -1)
+        code = dkv_fail_usage(context, val);
+    return code == EX_OK ? check_options(&c->o) : code;
+}
+
+/* ---- files and blocks ---- */
+
+static int open_file(struct command *c, const char *path)
+{
+    struct dkv_error error;
+    struct dkv_tensor_file *file = &c->files[c->n_files];
+    if (dkv_tensor_file_open(path, file, &error) != DKV_OK) {
+        const int code = dkv_fail(path, &error);
+        return error.status == DKV_E_NOT_FOUND ? EX_NOINPUT : code;
+    }
+    dkv_guard_add(file);
+    c->n_files++;
+    return EX_OK;
+}
+
+static bool is_npy(const struct dkv_tensor_file *file)
+{
+    return file->bytes >= DKV_NPY_MAGIC_BYTES &&
+           memcmp(file->map, DKV_NPY_MAGIC, DKV_NPY_MAGIC_BYTES) == 0;
+}
+
+/* An .npy file cannot name bfloat16 or fp8: --dtype does. */
+static int name_raw_elements(struct dkv_tensor_file *file, const char *raw_dtype)
+{
+    struct dkv_error error;
+    struct dkv_tensor *tensor = &file->index.tensors[0];
+    if (!is_npy(file) || tensor->dtype != DKV_DTYPE_NONE)
+        return EX_OK;
+    if (raw_dtype == NULL) {
+        dkv_complain("%s: elements of type '%s'; if they are bf16 or fp8, say so with --dtype",
+                     file->path, tensor->type_name);
+        return EX_DATAERR;
+    }
+    const enum dkv_dtype dtype = dkv_dtype_parse(raw_dtype);
+    if (dtype == DKV_DTYPE_NONE) {
+        dkv_complain("--dtype: '%s' is not one of bf16, f8_e4m3, f8_e5m2", raw_dtype);
+        return EX_USAGE;
+    }
+    return dkv_npy_set_dtype(tensor, dtype, &error) == DKV_OK ? EX_OK
+                                                              : dkv_fail(file->path, &error);
+}
+
+/* --query, --key and --value name three .npy files, which are one block. */
+static int open_npy_block(struct command *c)
+{
+    const char *const paths[3] = {c->o.query, c->o.key, c->o.value};
+    int code = EX_OK;
+    c->files = calloc(3, sizeof(c->files[0]));
+    c->blocks.blocks = calloc(1, sizeof(c->blocks.blocks[0]));
+    if (c->files == NULL || c->blocks.blocks == NULL)
+        return EX_OSERR;
+    for (unsigned i = 0; code == EX_OK && i < 3; i++) {
+        code = open_file(c, paths[i]);
+        if (code == EX_OK && !is_npy(&c->files[i])) {
+            dkv_complain("%s: not an npy file", paths[i]);
+            code = EX_DATAERR;
+        }
+        if (code == EX_OK)
+            code = name_raw_elements(&c->files[i], c->o.raw_dtype);
+    }
+    if (code != EX_OK)
+        return code;
+    c->blocks.n_blocks = 1;
+    c->blocks.blocks[0] = (struct dkv_named_block){
+        .name = strdup("block"),
+        .query = &c->files[0].index.tensors[0],
+        .key = &c->files[1].index.tensors[0],
+        .value = &c->files[2].index.tensors[0],
+    };
+    return c->blocks.blocks[0].name == NULL ? EX_OSERR : EX_OK;
+}
+
+static int open_dumps(struct command *c, const char **paths)
+{
+    struct dkv_error error;
+    size_t n = 0;
+    int code = EX_OK;
+    while (paths != NULL && paths[n] != NULL)
+        n++;
+    if (n == 0) {
+        dkv_complain("no dump was named; see dropkv-client score --help");
+        return EX_USAGE;
+    }
+    c->files = calloc(n, sizeof(c->files[0]));
+    if (c->files == NULL)
+        return EX_OSERR;
+    for (size_t i = 0; code == EX_OK && i < n; i++)
+        code = open_file(c, paths[i]);
+    if (code == EX_OK &&
+        dkv_blocks_find(c->files, c->n_files, &c->o.patterns, &c->blocks, &error) != DKV_OK)
+        code = dkv_fail(n == 1 ? paths[0] : NULL, &error);
+    return code;
+}
+
+static int open_blocks(struct command *c, const char **paths)
+{
+    const bool npy = c->o.query != NULL && names_a_file(c->o.query);
+    if (npy && paths != NULL && paths[0] != NULL) {
+        dkv_complain("--query %s names a file, so no dump may be named beside it", c->o.query);
+        return EX_USAGE;
+    }
+    const int code = npy ? open_npy_block(c) : open_dumps(c, paths);
+    if (code == EX_OK && c->o.format->one_block && c->blocks.n_blocks != 1) {
+        dkv_complain("--format npy holds one block, these are %zu; use safetensors",
+                     c->blocks.n_blocks);
+        return EX_USAGE;
+    }
+    return code;
+}
+
+/* ---- scoring ---- */
+
+/* What the gate makes of this request: it fills in defaults, which the table shows. */
+static void note_classes(struct dkv_outcome *outcome, const struct dropkv_request *request)
+{
+    struct dkv_call call;
+    if (dkv_call_init(&call, request, NULL) != DKV_OK)
+        return; /* submission says what is wrong */
+    const uint64_t n = request->n_tokens;
+    const uint64_t sinks = call.plans[0].sinks > TABLE_SINKS ? call.plans[0].sinks : TABLE_SINKS;
+    outcome->recent = call.plans[0].recent;
+    outcome->sinks = sinks < n ? sinks : n;
+    dkv_call_fini(&call);
+}
+
+static int submit_block(struct command *c, size_t i)
+{
+    struct dkv_error error;
+    const struct dkv_named_block *block = &c->blocks.blocks[i];
+    struct dropkv_request request = DROPKV_REQUEST_INIT;
+    request.params = c->o.params.params;
+    request.n_params = c->o.params.n_params;
+    request.want_scores = c->o.want_scores;
+    request.user = &c->outcomes[i];
+    if (dkv_block_request(block, &request, &error) != DKV_OK)
+        return dkv_fail(block->name, &error);
+    c->outcomes[i].name = block->name;
+    c->outcomes[i].q_heads = request.q_heads;
+    note_classes(&c->outcomes[i], &request);
+    if (dropkv_submit(c->client, &request, NULL, (struct dropkv_error *)&error) != DROPKV_OK)
+        return dkv_fail(block->name, &error);
+    return EX_OK;
+}
+
+static int take_answer(struct dropkv_result *result)
+{
+    struct dkv_outcome *outcome = result->user;
+    if (result->status != DROPKV_OK) {
+        dkv_complain("%s: %s", outcome->name, result->error_text);
+        const int code = (int)dkv_status_info((enum dkv_status)result->status)->exit_code;
+        dropkv_result_free(result);
+        return code;
+    }
+    outcome->result = result;
+    return EX_OK;
+}
+
+/* Waits until something is finished and takes everything that is. */
+static int collect(struct command *c, size_t *n_done)
+{
+    struct dkv_error error;
+    struct dropkv_result *result;
+    int code = EX_OK;
+    if (dropkv_dispatch(c->client, 100000, (struct dropkv_error *)&error) != DROPKV_OK)
+        return dkv_fail(NULL, &error);
+    while (code == EX_OK && (result = dropkv_next_result(c->client)) != NULL) {
+        code = take_answer(result);
+        *n_done += 1;
+    }
+    return code;
+}
+
+static int score_all(struct command *c)
+{
+    struct dkv_progress progress;
+    const size_t n = c->blocks.n_blocks;
+    size_t n_sent = 0;
+    size_t n_done = 0;
+    int code = EX_OK;
+    dkv_progress_init(&progress, c->start_ns);
+    while (code == EX_OK && n_done < n) {
+        while (code == EX_OK && n_sent < n && n_sent - n_done < IN_FLIGHT)
+            code = submit_block(c, n_sent++);
+        if (code == EX_OK)
+            code = collect(c, &n_done);
+        dkv_progress_show(&progress, n_done, n, dkv_now_ns());
+    }
+    dkv_progress_fini(&progress);
+    return code;
+}
+
+/* ---- printing ---- */
+
+static int write_report(const struct dkv_report *report, dkv_report_fn write_to, const char *path)
+{
+    struct dkv_error error;
+    FILE *stream = path == NULL ? stdout : fopen(path, "wbe");
+    if (stream == NULL) {
+        dkv_complain("%s: could not create: %s", path, strerror(errno));
+        return EX_CANTCREAT;
+    }
+    enum dkv_status status = write_to(report, stream, &error);
+    if (path != NULL && fclose(stream) != 0 && status == DKV_OK)
+        status = dkv_error_set(&error, DKV_E_IO, "could not write: %s", strerror(errno));
+    return status == DKV_OK ? EX_OK : dkv_fail(path, &error);
+}
+
+/* keep.npy -> keep.scores.npy */
+static int write_npy_scores(const struct dkv_report *report, const char *path)
+{
+    char *scores_path = NULL;
+    const size_t n = strlen(path);
+    const int stem = names_a_file(path) ? (int)n - 4 : (int)n;
+    if (asprintf(&scores_path, "%.*s.scores.npy", stem, path) < 0)
+        return EX_OSERR;
+    const int code = write_report(report, dkv_report_npy_scores, scores_path);
+    free(scores_path);
+    return code;
+}
+
+static int print_all(const struct command *c)
+{
+    const struct dkv_report report = {
+        .endpoint = c->endpoint,
+        .outcomes = c->outcomes,
+        .n_outcomes = c->blocks.n_blocks,
+        .elapsed_ns = (uint64_t)(dkv_now_ns() - c->start_ns),
+        .per_head = c->o.per_head != 0,
+    };
+    int code = write_report(&report, c->o.format->report, c->o.output);
+    if (code == EX_OK && c->o.format->one_block && c->o.want_scores)
+        code = write_npy_scores(&report, c->o.output);
+    return code;
+}
+
+/* ---- the command ---- */
+
+static int run(struct command *c, const char **paths)
+{
+    struct dkv_error error;
+    int code = open_blocks(c, paths);
+    if (code != EX_OK)
+        return code;
+    c->outcomes = calloc(c->blocks.n_blocks, sizeof(c->outcomes[0]));
+    if (c->outcomes == NULL)
+        return EX_OSERR;
+    if (dkv_open_endpoint(c->o.endpoint, NULL, &c->client, &c->endpoint, &error) != DKV_OK)
+        return dkv_fail(c->o.endpoint, &error);
+    c->start_ns = dkv_now_ns();
+    code = score_all(c);
+    return code == EX_OK ? print_all(c) : code;
+}
+
+static void command_fini(struct command *c)
+{
+    dropkv_client_close(c->client);
+    for (size_t i = 0; c->outcomes != NULL && i < c->blocks.n_blocks; i++)
+        dropkv_result_free((struct dropkv_result *)(uintptr_t)c->outcomes[i].result);
+    free(c->outcomes);
+    dkv_block_list_fini(&c->blocks);
+    for (size_t i = 0; i < c->n_files; i++) {
+        dkv_guard_remove(&c->files[i]);
+        dkv_tensor_file_close(&c->files[i]);
+    }
+    free(c->files);
+    dkv_param_options_fini(&c->o.params);
+    free(c->o.endpoint);
+    free(c->o.query);
+    free(c->o.key);
+    free(c->o.value);
+    free(c->o.raw_dtype);
+    free(c->o.format_name);
+    free(c->o.output);
+}
+
+int dkv_cmd_score(int argc, const char **argv)
+{
+    struct command c = {0};
+    struct options *o = &c.o;
+    // clang-format off
+    struct poptOption input[] = {
+        {"query", 0, POPT_ARG_STRING, &o->query, 0, "Name of the query tensors; {} stands for the layer. Or a .npy file", "NAME"},
+        {"key", 0, POPT_ARG_STRING, &o->key, 0, "The same for the keys", "NAME"},
+        {"value", 0, POPT_ARG_STRING, &o->value, 0, "The same for the values", "NAME"},
+        {"dtype", 0, POPT_ARG_STRING, &o->raw_dtype, 0, "What raw .npy elements are: bf16, f8_e4m3 or f8_e5m2", "TYPE"},
+        POPT_TABLEEND,
+    };
+    struct poptOption output[] = {
+        {"format", 'f', POPT_ARG_STRING, &o->format_name, 0, "table, json, safetensors or npy", "FORMAT"},
+        {"output", 'o', POPT_ARG_STRING, &o->output, 0, "Write there instead of standard output", "FILE"},
+        {"scores", 's', POPT_ARG_NONE, &o->want_scores, 0, "Report every token's raw score too", NULL},
+        {"per-head", 0, POPT_ARG_NONE, &o->per_head, 0, "Table: one row per KV head", NULL},
+        POPT_TABLEEND,
+    };
+    struct poptOption table[] = {
+        {"endpoint", 'e', POPT_ARG_STRING, &o->endpoint, 0, "http://HOST:PORT, or embedded: for the engine in this program", "URL"},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, input, 0, "Input:", NULL},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, output, 0, "Output:", NULL},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, dkv_param_option_table(), 0, "Scoring parameters:", NULL},
+        POPT_AUTOHELP
+        POPT_TABLEEND,
+    };
+    // clang-format on
+    poptContext context = poptGetContext("dropkv-client score", argc, argv, table, 0);
+    poptSetOtherOptionHelp(context, "DUMP.safetensors... [OPTION...]");
+    int code = read_command_line(&c, context);
+    if (code == EX_OK)
+        code = run(&c, poptGetArgs(context));
+    command_fini(&c);
+    poptFreeContext(context);
+    return code;
+}
