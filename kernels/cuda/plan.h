@@ -87,7 +87,7 @@ struct dkv_cu_report {
     unsigned long long bad_v_entry;
     unsigned long long nonfinite; /* packed place (DKV_CU_PLACE), or ~0 */
     unsigned flags;               /* enum dkv_cu_flag, 0 at the start */
-    unsigned pad;
+    int exponent;                 /* what unit.exponent points at */
 };
 
 enum dkv_cu_flag {
@@ -139,6 +139,7 @@ struct dkv_cu_device {
     int multiprocessors;
     int shared_bytes_max; /* per thread block, opt-in */
     int l2_bytes;
+    uint32_t cluster_max; /* thread blocks of a selection cluster; 1: none */
     char name[96];
 };
 
@@ -171,11 +172,15 @@ struct dkv_cu_scorer {
                           const void *extra_device, cudaStream_t stream);
 };
 
-/* Fastest first; the last one, the general scorer, takes every block. Ends with a NULL name. */
+/* Fastest first; the last one, the general scorer, takes every block. Ends with NULL. */
 extern const struct dkv_cu_scorer *const dkv_cu_scorers[];
 
-/* Selection over units first..: pools, selects, writes keep_out and scores_out. */
-cudaError_t dkv_cu_select_prepare(const struct dkv_cu_device *device);
+/* nonfinite=mask: writes unit.mask of every unit that has one, before any scorer runs. */
+cudaError_t dkv_cu_mask_prepare(void);
+cudaError_t dkv_cu_mask_launch(const struct dkv_cu_wave *wave, cudaStream_t stream);
+
+/* Selection over all units: pools, selects, writes keep_out and scores_out. */
+cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device); /* sets cluster_max */
 /* True if a unit of n tokens needs unit.keys. */
 bool dkv_cu_select_needs_keys(const struct dkv_cu_device *device, uint32_t n_valid);
 size_t dkv_cu_select_extra_bytes(const struct dkv_cu_wave *wave);

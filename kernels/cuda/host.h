@@ -1,0 +1,177 @@
+/* The host side of the CUDA engine: what engine.c, wave.c, stage.c and answer.c share.
+ *
+ *   engine.c   opens and closes a device, owns all memory, streams and events; submit and wait
+ *   wave.c     packs units into waves, describes them, launches them
+ *   stage.c    brings host tensors to the device through pinned chunks
+ *   answer.c   copies results to the callers; turns reports into sentences
+ *
+ * Everything is allocated at open. A slot is one batch in flight. Its `io` is one stretch of memory
+ * that exists twice, pinned on the host and on the device, at equal offsets; waves take spans of it
+ * one after the other: [uploaded: blocks, units, small arrays, scorers' work lists | reports |
+ * results]. One copy brings the first part up, one brings reports and results down.
+ *
+ * Thread  the engine's one thread.
+ */
+#ifndef DKV_KERNELS_CUDA_HOST_H
+#define DKV_KERNELS_CUDA_HOST_H
+
+#include "kernels/cuda/plan.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define DKV_CU_SLOTS       2u
+#define DKV_CU_CHUNKS      8u
+#define DKV_CU_CHUNK_BYTES ((size_t)4 << 20)
+#define DKV_CU_IO_BYTES    ((size_t)40 << 20)
+#define DKV_CU_EXTRA_BYTES ((size_t)8 << 20) /* of io: kept free for the scorers' work lists */
+#define DKV_CU_SCRATCH     ((size_t)96 << 20)
+#define DKV_CU_STAGE_BYTES ((size_t)256 << 20) /* default of config.max_batch_bytes */
+#define DKV_CU_UNITS_MAX   16384u              /* of a slot, between two synchronises */
+#define DKV_CU_SCORERS_MAX 8u
+
+/* A wave of host tensors is launched once it has this much, so that copies and kernels overlap. */
+#define DKV_CU_STAGE_WAVE ((size_t)32 << 20)
+
+/* A stretch of memory that is handed out from the front and emptied as a whole. */
+struct dkv_cu_arena {
+    unsigned char *base;
+    size_t bytes;
+    size_t used;
+    size_t peak;
+};
+
+static inline size_t dkv_cu_align(size_t bytes)
+{
+    return (bytes + 255) & ~(size_t)255;
+}
+
+/* NULL if it does not fit; aligned to 256 bytes. */
+static inline void *dkv_cu_take(struct dkv_cu_arena *arena, size_t bytes)
+{
+    const size_t need = dkv_cu_align(bytes);
+    if (need > arena->bytes - arena->used)
+        return NULL;
+    void *at = arena->base + arena->used;
+    arena->used += need;
+    if (arena->used > arena->peak)
+        arena->peak = arena->used;
+    return at;
+}
+
+/* A unit that was launched and not yet answered. Offsets are into the slot's io. */
+struct dkv_cu_pending {
+    uint32_t item;
+    uint32_t head;
+    size_t report;
+    size_t keep;
+    size_t scores; /* 0: not wanted */
+};
+
+struct dkv_cu_slot {
+    struct dkv_cu_arena io; /* pinned */
+    unsigned char *io_device;
+    struct dkv_cu_pending *pending; /* [DKV_CU_UNITS_MAX] */
+    uint32_t n_pending;
+    struct dkv_item *items; /* of the batch in flight; NULL: free */
+    size_t n_items;
+    unsigned char *retry; /* [max_items]: this block goes to the general scorer */
+    cudaEvent_t done;     /* recorded after each wave */
+};
+
+struct dkv_cu_chunk {
+    unsigned char *memory; /* pinned */
+    cudaEvent_t copied;
+    bool in_use;
+};
+
+/* The wave that is being put together. */
+struct dkv_cu_builder {
+    struct dkv_cu_block *blocks; /* [max_items] */
+    struct dkv_cu_unit *units;   /* [DKV_CU_UNITS_MAX]: in the order of items */
+    struct dkv_cu_pending *pending;
+    unsigned char *scorer; /* [max_items], of each block */
+    uint32_t n_blocks;
+    uint32_t n_units;
+    size_t io_begin;     /* of the wave's span */
+    size_t result_bytes; /* of all units so far */
+    size_t staged_bytes;
+};
+
+/* Half of the device memory that host tensors are staged in; waves use the halves in turn. */
+struct dkv_cu_half {
+    struct dkv_cu_arena arena;
+    cudaEvent_t filled;
+    cudaEvent_t consumed;
+    bool busy;  /* `consumed` was recorded and may not have happened */
+    bool dirty; /* copies were queued for the wave that is being built */
+};
+
+struct dkv_cu_engine {
+    struct dkv_cu_device device;
+    cudaStream_t stream; /* kernels and results, in order */
+    cudaStream_t copies; /* host tensors to the device */
+    bool owns_stream;
+    bool lost; /* a sticky error was seen: nothing works any more */
+    bool general_only;
+    struct dkv_cu_arena scratch; /* device; reused by wave after wave */
+    unsigned char *shared;       /* device; see dkv_cu_scorer.shared_bytes */
+    size_t shared_bytes;
+    struct dkv_cu_half halves[2];
+    unsigned half;
+    struct dkv_cu_chunk chunks[DKV_CU_CHUNKS];
+    unsigned chunk;
+    struct dkv_cu_slot slots[DKV_CU_SLOTS];
+    unsigned oldest;
+    unsigned n_in_flight;
+    size_t max_items;
+    struct dkv_cu_builder *builder;
+};
+
+/* The one wrapper of CUDA calls: DKV_OK, or the call's failure as a status with a sentence that
+ * names `what`. A sticky error marks the engine lost and is DKV_E_DEVICE; out of memory is
+ * DKV_E_NOMEM; anything else is our mistake, DKV_E_INTERNAL. */
+enum dkv_status dkv_cu_check(struct dkv_cu_engine *engine, cudaError_t error, const char *what,
+                             struct dkv_error *err);
+
+/* wave.c: launches the slot's items, or those with only[i] != 0. Errors of an item are in the item;
+ * only a failure of the whole batch is returned. */
+enum dkv_status dkv_cu_run_items(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                                 const unsigned char *only, struct dkv_error *err);
+
+/* stage.c: copies tokens valid_from.. of one head of a host view, dense, to `to_device`; `rows`
+ * says through which table. Queued on engine->copies. INVALID for a bad entry. */
+struct dkv_cu_source {
+    const struct dkv_view *view;
+    const struct dkv_page_table *table; /* NULL: not paged or no table */
+    const char *name;                   /* "key", "value" */
+    uint32_t page_tokens;
+    uint32_t dims;
+    uint64_t entry_limit;
+    uint64_t first_token;
+    uint64_t n_tokens; /* the last one + 1 */
+};
+
+enum dkv_status dkv_cu_stage_head(struct dkv_cu_engine *engine, const struct dkv_cu_source *source,
+                                  uint32_t head, unsigned char *to_device, struct dkv_error *err);
+enum dkv_status dkv_cu_stage_bytes(struct dkv_cu_engine *engine, const void *from, size_t bytes,
+                                   void *to_device, struct dkv_error *err);
+
+/* answer.c: waits for everything launched from the slot, checks it, writes the items' outputs and
+ * empties the slot's io. Items that a scorer gave up on are marked in slot->retry. */
+enum dkv_status dkv_cu_drain(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                             struct dkv_error *err);
+
+/* Sets an item's error, the first one wins. */
+void dkv_cu_fail_item(struct dkv_item *item, const struct dkv_error *err);
+
+/* The sentence for a bad entry of a page table, with what is stored there. */
+enum dkv_status dkv_cu_bad_entry(const struct dkv_page_table *table, const char *tensor,
+                                 uint64_t index, int64_t stored, uint64_t limit,
+                                 struct dkv_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

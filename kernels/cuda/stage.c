@@ -1,0 +1,205 @@
+/* Host tensors on their way to the device.
+ *
+ * The rows of one head are gathered into pinned chunks, each queued as one copy, so that the CPU
+ * fills a chunk while the copy engine empties those before it. Memory that is pinned already, and
+ * not paged, is copied from where it is. Page tables are read and checked here, entry by entry.
+ */
+#include <string.h>
+
+#include "kernels/cuda/host.h"
+
+enum { TABLE_WINDOW = 512 };
+
+/* Reads a table in order; entries of a table on the device come in windows. */
+struct table_reader {
+    const struct dkv_cu_source *source;
+    int64_t window[TABLE_WINDOW];
+    uint64_t first; /* entry in window[0], as stored */
+    uint64_t count;
+};
+
+static int64_t widen(const unsigned char *at, uint32_t entry_bytes)
+{
+    int32_t narrow;
+    int64_t wide;
+    if (entry_bytes == sizeof(wide)) {
+        memcpy(&wide, at, sizeof(wide));
+        return wide;
+    }
+    memcpy(&narrow, at, sizeof(narrow));
+    return narrow;
+}
+
+static enum dkv_status fill_window(struct dkv_cu_engine *engine, struct table_reader *reader,
+                                   uint64_t index, struct dkv_error *err)
+{
+    const struct dkv_page_table *table = reader->source->table;
+    const uint64_t left = table->n_entries - index;
+    unsigned char stored[TABLE_WINDOW * sizeof(int64_t)];
+    const unsigned char *from = (const unsigned char *)table->entries + index * table->entry_bytes;
+    reader->first = index;
+    reader->count = left < TABLE_WINDOW ? left : TABLE_WINDOW;
+    const size_t bytes = reader->count * table->entry_bytes;
+    if (table->place == DKV_PLACE_DEVICE) {
+        const enum dkv_status status = dkv_cu_check(
+            engine, cudaMemcpy(stored, from, bytes, cudaMemcpyDeviceToHost), "reading a page table",
+            err);
+        if (status != DKV_OK)
+            return status;
+    } else {
+        memcpy(stored, from, bytes);
+    }
+    for (uint64_t i = 0; i < reader->count; i++)
+        reader->window[i] = widen(stored + i * table->entry_bytes, table->entry_bytes);
+    return DKV_OK;
+}
+
+static enum dkv_status page_of(struct dkv_cu_engine *engine, struct table_reader *reader,
+                               uint64_t index, uint64_t *page_out, struct dkv_error *err)
+{
+    const struct dkv_page_table *table = reader->source->table;
+    if (table == NULL) {
+        *page_out = index;
+        return DKV_OK;
+    }
+    if (index < reader->first || index >= reader->first + reader->count) {
+        const enum dkv_status status = fill_window(engine, reader, index, err);
+        if (status != DKV_OK)
+            return status;
+    }
+    const int64_t stored = reader->window[index - reader->first];
+    const int64_t entry = table->mask != 0 ? stored & table->mask : stored;
+    const bool null_page = table->has_null_entry && stored == table->null_entry;
+    if (null_page || entry < 0 || (uint64_t)entry >= reader->source->entry_limit)
+        return dkv_cu_bad_entry(table, reader->source->name, index, stored,
+                                reader->source->entry_limit, err);
+    *page_out = (uint64_t)entry;
+    return DKV_OK;
+}
+
+/* The next free chunk: waits until its last copy is through. */
+static enum dkv_status next_chunk(struct dkv_cu_engine *engine, struct dkv_cu_chunk **out,
+                                  struct dkv_error *err)
+{
+    struct dkv_cu_chunk *chunk = &engine->chunks[engine->chunk];
+    engine->chunk = (engine->chunk + 1) % DKV_CU_CHUNKS;
+    *out = chunk;
+    if (!chunk->in_use)
+        return DKV_OK;
+    chunk->in_use = false;
+    return dkv_cu_check(engine, cudaEventSynchronize(chunk->copied), "staging host memory", err);
+}
+
+static enum dkv_status send_chunk(struct dkv_cu_engine *engine, struct dkv_cu_chunk *chunk,
+                                  void *to_device, size_t bytes, struct dkv_error *err)
+{
+    enum dkv_status status = dkv_cu_check(
+        engine,
+        cudaMemcpyAsync(to_device, chunk->memory, bytes, cudaMemcpyHostToDevice, engine->copies),
+        "staging host memory", err);
+    if (status == DKV_OK)
+        status = dkv_cu_check(engine, cudaEventRecord(chunk->copied, engine->copies),
+                              "recording an event", err);
+    chunk->in_use = status == DKV_OK;
+    return status;
+}
+
+enum dkv_status dkv_cu_stage_bytes(struct dkv_cu_engine *engine, const void *from, size_t bytes,
+                                   void *to_device, struct dkv_error *err)
+{
+    enum dkv_status status = DKV_OK;
+    for (size_t at = 0; at < bytes && status == DKV_OK; at += DKV_CU_CHUNK_BYTES) {
+        const size_t left = bytes - at;
+        const size_t now = left < DKV_CU_CHUNK_BYTES ? left : DKV_CU_CHUNK_BYTES;
+        struct dkv_cu_chunk *chunk;
+        if ((status = next_chunk(engine, &chunk, err)) != DKV_OK)
+            break;
+        memcpy(chunk->memory, (const unsigned char *)from + at, now);
+        status = send_chunk(engine, chunk, (unsigned char *)to_device + at, now, err);
+    }
+    return status;
+}
+
+static bool is_pinned(const void *memory)
+{
+    struct cudaPointerAttributes attributes;
+    if (cudaPointerGetAttributes(&attributes, memory) != cudaSuccess) {
+        (void)cudaGetLastError();
+        return false;
+    }
+    return attributes.type == cudaMemoryTypeHost;
+}
+
+/* Copies `count` rows to `to`: runs of adjacent rows at once. */
+static void gather_rows(unsigned char *to, const unsigned char *from, uint64_t count,
+                        size_t row_bytes, size_t stride)
+{
+    if (stride == row_bytes) {
+        memcpy(to, from, count * row_bytes);
+        return;
+    }
+    for (uint64_t i = 0; i < count; i++)
+        memcpy(to + i * row_bytes, from + i * stride, row_bytes);
+}
+
+/* Fills a chunk with rows `token`..`end`-1. */
+static enum dkv_status gather(struct dkv_cu_engine *engine, struct table_reader *reader,
+                              const unsigned char *head, size_t row_bytes, uint64_t token,
+                              uint64_t end, unsigned char *to, struct dkv_error *err)
+{
+    const struct dkv_cu_source *source = reader->source;
+    const struct dkv_view *view = source->view;
+    const size_t stride = (size_t)view->token_stride;
+    const uint64_t page_tokens = source->page_tokens;
+    if (page_tokens == 0) {
+        gather_rows(to, head + token * stride, end - token, row_bytes, stride);
+        return DKV_OK;
+    }
+    while (token < end) {
+        const uint64_t slot = token % page_tokens;
+        const uint64_t in_page = page_tokens - slot;
+        const uint64_t count = in_page < end - token ? in_page : end - token;
+        uint64_t page = 0;
+        const enum dkv_status status = page_of(engine, reader, token / page_tokens, &page, err);
+        if (status != DKV_OK)
+            return status;
+        gather_rows(to, head + page * (uint64_t)view->page_stride + slot * stride, count, row_bytes,
+                    stride);
+        to += count * row_bytes;
+        token += count;
+    }
+    return DKV_OK;
+}
+
+enum dkv_status dkv_cu_stage_head(struct dkv_cu_engine *engine, const struct dkv_cu_source *source,
+                                  uint32_t head, unsigned char *to_device, struct dkv_error *err)
+{
+    const struct dkv_view *view = source->view;
+    const size_t row_bytes = source->dims * dkv_dtype_bytes(view->dtype);
+    const size_t stride = (size_t)view->token_stride;
+    const unsigned char *from = (const unsigned char *)view->base + view->offset +
+                                (uint64_t)head * (uint64_t)view->head_stride;
+    if (source->page_tokens == 0 && stride >= row_bytes && is_pinned(from))
+        return dkv_cu_check(engine,
+                            cudaMemcpy2DAsync(to_device, row_bytes,
+                                              from + source->first_token * stride, stride,
+                                              row_bytes, source->n_tokens - source->first_token,
+                                              cudaMemcpyHostToDevice, engine->copies),
+                            "copying pinned host memory", err);
+
+    struct table_reader reader = {.source = source};
+    const uint64_t per_chunk = DKV_CU_CHUNK_BYTES / row_bytes;
+    enum dkv_status status = DKV_OK;
+    for (uint64_t token = source->first_token; token < source->n_tokens; token += per_chunk) {
+        const uint64_t left = source->n_tokens - token;
+        const uint64_t count = left < per_chunk ? left : per_chunk;
+        struct dkv_cu_chunk *chunk;
+        if ((status = next_chunk(engine, &chunk, err)) != DKV_OK ||
+            (status = gather(engine, &reader, from, row_bytes, token, token + count, chunk->memory,
+                             err)) != DKV_OK ||
+            (status = send_chunk(engine, chunk, to_device, count * row_bytes, err)) != DKV_OK)
+            return status;
+        to_device += count * row_bytes;
+    }
+    return status;
+}
