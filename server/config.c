@@ -1,0 +1,304 @@
+/* The table of fields and the rules that judge their values.
+ *
+ * Every source ends in dkv_config_set() with text, also the JSON file: one parser, one set of
+ * messages, and a number too large for one source is too large for all. A field is added with one
+ * member, one row, and nothing else.
+ */
+#include "server/config.h"
+
+#include "proto/oip.h"
+#include "server/listen.h"
+
+#include <ctype.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define KIB (UINT64_C(1) << 10)
+#define MIB (UINT64_C(1) << 20)
+#define GIB (UINT64_C(1) << 30)
+#define TIB (UINT64_C(1) << 40)
+
+static const char *const log_formats[] = {"text", "json", NULL};
+static const char *const log_levels[] = {"error", "warn", "info", "debug", "trace", NULL};
+
+#define TEXT(member, default_text, choices, help)                                          \
+    {                                                                                      \
+#member, DKV_CONFIG_TEXT, offsetof(struct dkv_config, member), default_text, 0, 0, \
+            choices, "", help                                                              \
+    }
+#define FLAG(member, default_text, help)                                                         \
+    {                                                                                            \
+#member, DKV_CONFIG_BOOL, offsetof(struct dkv_config, member), default_text, 0, 0, NULL, \
+            "", help                                                                             \
+    }
+#define NUMBER(member, default_text, min, max, unit, help)                                    \
+    {                                                                                         \
+#member, DKV_CONFIG_U64, offsetof(struct dkv_config, member), default_text, min, max, \
+            NULL, unit, help                                                                  \
+    }
+
+const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
+    TEXT(http, "127.0.0.1:8480", NULL, "Where to listen for HTTP: ADDRESS:PORT, or off"),
+    TEXT(port_file, "", NULL, "Write the port in use to this file once listening"),
+    TEXT(device, "cpu", NULL, "Device that computes: cpu, or cuda:N"),
+    TEXT(cpu_mask, "", NULL, "Instruction sets the CPU engine may use, as DKV_CPU_MASK"),
+    TEXT(token_file, "", NULL, "File of bearer tokens, one a line, mode 0600"),
+    TEXT(log_format, "text", log_formats, "Form of the log"),
+    TEXT(log_level, "info", log_levels, "How much to log"),
+    FLAG(behind_proxy, "false",
+         "A TLS-terminating proxy stands before an address that is not "
+         "loopback"),
+    FLAG(nv_metrics, "false", "Also offer the metric names that perf_analyzer reads"),
+    NUMBER(threads, "0", 0, 1024, "", "Threads of the CPU engine; 0: one per CPU"),
+    NUMBER(max_body_bytes, "4GiB", 4 * KIB, 16 * TIB, "bytes", "Largest request body"),
+    NUMBER(max_json_bytes, "16MiB", KIB, DKV_OIP_JSON_BYTES_MAX, "bytes",
+           "Largest body that is JSON alone"),
+    NUMBER(max_connections, "256", 1, 65536, "", "Connections open at once"),
+    NUMBER(max_queue_requests, "256", 1, 1048576, "", "Requests accepted and not answered yet"),
+    NUMBER(max_queue_bytes, "8GiB", 4 * KIB, 64 * TIB, "bytes",
+           "Memory of all bodies received and not answered yet"),
+    NUMBER(max_batch_items, "64", 1, 4096, "", "Blocks of one engine batch"),
+    NUMBER(max_batch_tokens, "65536", 1, 1u << 30, "tokens",
+           "Stored tokens of one engine batch of several requests"),
+    NUMBER(header_timeout_ms, "5000", 1, 3600000, "ms", "Time for a request's header to arrive"),
+    NUMBER(keepalive_timeout_ms, "75000", 1, 3600000, "ms", "Time between two requests"),
+    NUMBER(body_grace_ms, "2000", 0, 3600000, "ms", "Time before a body's rate is judged"),
+    NUMBER(body_min_bytes_per_s, "1MiB", 1, 64 * GIB, "bytes",
+           "Rate at which a body must arrive "
+           "and a reply must be read"),
+    NUMBER(request_timeout_ms, "30000", 1, 3600000, "ms", "Time for a request to be answered"),
+    NUMBER(drain_timeout_ms, "30000", 0, 3600000, "ms", "Time for accepted requests at shutdown"),
+};
+
+static void *member_of(struct dkv_config *config, const struct dkv_config_field *field)
+{
+    return (char *)config + field->offset;
+}
+
+static const void *member_of_const(const struct dkv_config *config,
+                                   const struct dkv_config_field *field)
+{
+    return (const char *)config + field->offset;
+}
+
+void dkv_config_init(struct dkv_config_state *state)
+{
+    memset(state, 0, sizeof(*state));
+    for (int i = 0; i < DKV_CONFIG_FIELDS; i++) {
+        struct dkv_error err;
+        if (dkv_config_set(state, i, dkv_config_fields[i].default_text, DKV_SOURCE_DEFAULT,
+                           dkv_config_fields[i].name, &err) != DKV_OK) {
+            fprintf(stderr, "dropkvd: default of %s\n", err.text);
+            abort();
+        }
+    }
+}
+
+void dkv_config_fini(struct dkv_config_state *state)
+{
+    for (int i = 0; i < DKV_CONFIG_FIELDS; i++)
+        if (dkv_config_fields[i].kind == DKV_CONFIG_TEXT)
+            free(*(char **)member_of(&state->config, &dkv_config_fields[i]));
+    memset(state, 0, sizeof(*state));
+}
+
+static bool same_name(const char *a, const char *b)
+{
+    for (; *a != '\0' && *b != '\0'; a++, b++) {
+        char x = *a == '-' ? '_' : *a;
+        char y = *b == '-' ? '_' : *b;
+        if (x != y)
+            return false;
+    }
+    return *a == *b;
+}
+
+int dkv_config_find(const char *name)
+{
+    for (int i = 0; i < DKV_CONFIG_FIELDS; i++)
+        if (same_name(name, dkv_config_fields[i].name))
+            return i;
+    return -1;
+}
+
+/* "4096", "64KiB": digits only, so that neither a sign nor a space nor hexadecimal slips in. */
+static bool parse_u64(const char *text, uint64_t *out)
+{
+    static const struct {
+        const char *suffix;
+        uint64_t factor;
+    } units[] = {{"", 1}, {"KiB", KIB}, {"MiB", MIB}, {"GiB", GIB}, {"TiB", TIB}};
+    uint64_t value = 0;
+    if (!isdigit((unsigned char)*text))
+        return false;
+    for (; isdigit((unsigned char)*text); text++)
+        if (!dkv_mul_u64(value, 10, &value) || !dkv_add_u64(value, (uint64_t)(*text - '0'), &value))
+            return false;
+    for (size_t i = 0; i < sizeof(units) / sizeof(units[0]); i++)
+        if (strcmp(text, units[i].suffix) == 0)
+            return dkv_mul_u64(value, units[i].factor, out);
+    return false;
+}
+
+static bool parse_bool(const char *text, bool *out)
+{
+    if (strcmp(text, "true") == 0 || strcmp(text, "1") == 0 || strcmp(text, "on") == 0)
+        *out = true;
+    else if (strcmp(text, "false") == 0 || strcmp(text, "0") == 0 || strcmp(text, "off") == 0)
+        *out = false;
+    else
+        return false;
+    return true;
+}
+
+static bool is_choice(const char *const *choices, const char *text)
+{
+    for (; *choices != NULL; choices++)
+        if (strcmp(*choices, text) == 0)
+            return true;
+    return false;
+}
+
+static void join_choices(const char *const *choices, char *out, size_t out_bytes)
+{
+    size_t used = 0;
+    out[0] = '\0';
+    for (; *choices != NULL && used < out_bytes; choices++)
+        used += (size_t)snprintf(out + used, out_bytes - used, "%s%s", used == 0 ? "" : " | ",
+                                 *choices);
+}
+
+static enum dkv_status set_text(char **member, const struct dkv_config_field *field,
+                                const char *text, const char *origin, struct dkv_error *err)
+{
+    if (field->choices != NULL && !is_choice(field->choices, text)) {
+        char words[96];
+        join_choices(field->choices, words, sizeof(words));
+        return dkv_error_set(err, DKV_E_INVALID, "%s: '%.40s' is not one of %s", origin, text,
+                             words);
+    }
+    char *copy = strdup(text);
+    if (copy == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "%s: out of memory", origin);
+    free(*member);
+    *member = copy;
+    return DKV_OK;
+}
+
+enum dkv_status dkv_config_set(struct dkv_config_state *state, int field_index, const char *text,
+                               enum dkv_config_source source, const char *origin,
+                               struct dkv_error *err)
+{
+    const struct dkv_config_field *field = &dkv_config_fields[field_index];
+    void *member = member_of(&state->config, field);
+    enum dkv_status status = DKV_OK;
+    uint64_t number;
+    switch (field->kind) {
+    case DKV_CONFIG_TEXT: status = set_text(member, field, text, origin, err); break;
+    case DKV_CONFIG_BOOL:
+        if (!parse_bool(text, member))
+            status = dkv_error_set(err, DKV_E_INVALID, "%s: '%.40s' is neither true nor false",
+                                   origin, text);
+        break;
+    case DKV_CONFIG_U64:
+        if (!parse_u64(text, &number) || number < field->min || number > field->max)
+            return dkv_error_set(
+                err, DKV_E_INVALID, "%s: '%.40s' is not a whole number in %llu..%llu%s%s", origin,
+                text, (unsigned long long)field->min, (unsigned long long)field->max,
+                *field->unit ? " " : "", field->unit);
+        *(uint64_t *)member = number;
+        break;
+    }
+    if (status == DKV_OK)
+        state->sources[field_index] = source;
+    return status;
+}
+
+enum dkv_status dkv_config_load_env(struct dkv_config_state *state, struct dkv_error *err)
+{
+    for (int i = 0; i < DKV_CONFIG_FIELDS; i++) {
+        char name[64];
+        snprintf(name, sizeof(name), "DROPKVD_%s", dkv_config_fields[i].name);
+        for (char *c = name; *c != '\0'; c++)
+            *c = (char)toupper((unsigned char)*c);
+        const char *text = getenv(name);
+        if (text == NULL)
+            continue;
+        enum dkv_status status = dkv_config_set(state, i, text, DKV_SOURCE_ENV, name, err);
+        if (status != DKV_OK)
+            return status;
+    }
+    return DKV_OK;
+}
+
+enum dkv_status dkv_config_check(const struct dkv_config *config, struct dkv_error *err)
+{
+    if (config->max_body_bytes > config->max_queue_bytes)
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "max_body_bytes: %llu is above max_queue_bytes %llu, so such a body "
+                             "could never be accepted",
+                             (unsigned long long)config->max_body_bytes,
+                             (unsigned long long)config->max_queue_bytes);
+    if (config->max_json_bytes > config->max_body_bytes)
+        return dkv_error_set(
+            err, DKV_E_INVALID, "max_json_bytes: %llu is above max_body_bytes %llu",
+            (unsigned long long)config->max_json_bytes, (unsigned long long)config->max_body_bytes);
+    if (strcmp(config->http, "off") == 0)
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "http: 'off' leaves nothing to serve: this version answers HTTP only");
+    struct dkv_listen_address address;
+    enum dkv_status status = dkv_listen_parse(config->http, &address, err);
+    if (status != DKV_OK)
+        return status;
+    if (!address.loopback && *config->token_file == '\0')
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "http: %.64s is not a loopback address; that needs token_file",
+                             config->http);
+    if (!address.loopback && !config->behind_proxy)
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "http: %.64s is not a loopback address; tokens must not cross a "
+                             "network unencrypted, so that needs a TLS proxy and behind_proxy",
+                             config->http);
+    return DKV_OK;
+}
+
+static void print_json_text(const char *text, FILE *out)
+{
+    fputc('"', out);
+    for (; *text != '\0'; text++) {
+        unsigned char c = (unsigned char)*text;
+        if (c == '"' || c == '\\')
+            fprintf(out, "\\%c", c);
+        else if (c < 0x20)
+            fprintf(out, "\\u%04x", c);
+        else
+            fputc(c, out);
+    }
+    fputc('"', out);
+}
+
+static void print_value(const struct dkv_config *config, const struct dkv_config_field *field,
+                        FILE *out)
+{
+    const void *member = member_of_const(config, field);
+    switch (field->kind) {
+    case DKV_CONFIG_TEXT: print_json_text(*(char *const *)member, out); break;
+    case DKV_CONFIG_BOOL: fputs(*(const bool *)member ? "true" : "false", out); break;
+    case DKV_CONFIG_U64: fprintf(out, "%llu", (unsigned long long)*(const uint64_t *)member); break;
+    }
+}
+
+void dkv_config_print(const struct dkv_config_state *state, bool sources, FILE *out)
+{
+    static const char *const source_names[] = {"default", "file", "environment", "argument"};
+    fputs("{\n", out);
+    for (int i = 0; i < DKV_CONFIG_FIELDS; i++) {
+        const struct dkv_config_field *field = &dkv_config_fields[i];
+        fprintf(out, sources ? "  \"%s\": {\"value\": " : "  \"%s\": ", field->name);
+        print_value(&state->config, field, out);
+        if (sources)
+            fprintf(out, ", \"source\": \"%s\"}", source_names[state->sources[i]]);
+        fputs(i + 1 < DKV_CONFIG_FIELDS ? ",\n" : "\n", out);
+    }
+    fputs("}\n", out);
+}

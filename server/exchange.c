@@ -1,0 +1,72 @@
+/* Replies. Each ends in dkv_reply_response(), the one place that queues, counts and starts the time
+ * that a client may take to read. */
+#include "server/exchange.h"
+
+#include "server/clock.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define RETRY_AFTER_S "1"
+
+void dkv_reply_response(struct dkv_exchange *exchange, unsigned http_status,
+                        struct MHD_Response *response, uint64_t n_bytes)
+{
+    struct dkv_server *server = exchange->server;
+    exchange->replied = true;
+    if (response == NULL) {
+        exchange->gone = true; /* out of memory: the connection is closed instead */
+        return;
+    }
+    if (exchange->close_after || server->draining)
+        MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
+    if (MHD_queue_response(exchange->mhd, http_status, response) != MHD_YES)
+        exchange->gone = true;
+    MHD_destroy_response(response);
+    server->metrics.responses[http_status / 100 - 1]++;
+    exchange->conn->reply_bytes = n_bytes;
+    dkv_conn_enter(exchange->conn, DKV_CONN_REPLY, dkv_clock_ms());
+}
+
+void dkv_reply_error(struct dkv_exchange *exchange, unsigned http_status, const char *text)
+{
+    char body[DKV_OIP_ERROR_BYTES];
+    size_t n_bytes = dkv_oip_error_encode(text, body);
+    struct MHD_Response *response = MHD_create_response_from_buffer(n_bytes, body,
+                                                                    MHD_RESPMEM_MUST_COPY);
+    if (response != NULL) {
+        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
+        if (http_status == 503 || http_status == 429)
+            MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, RETRY_AFTER_S);
+        if (http_status == 401)
+            MHD_add_response_header(response, MHD_HTTP_HEADER_WWW_AUTHENTICATE, "Bearer");
+        if (http_status == 405 && exchange->allow != NULL)
+            MHD_add_response_header(response, MHD_HTTP_HEADER_ALLOW, exchange->allow);
+    }
+    dkv_reply_response(exchange, http_status, response, n_bytes);
+}
+
+void dkv_reply_status(struct dkv_exchange *exchange, const struct dkv_error *err)
+{
+    dkv_reply_error(exchange, dkv_status_info(err->status)->http_status, err->text);
+}
+
+void dkv_reply_empty(struct dkv_exchange *exchange, unsigned http_status)
+{
+    struct MHD_Response *response = MHD_create_response_from_buffer(0, NULL,
+                                                                    MHD_RESPMEM_PERSISTENT);
+    dkv_reply_response(exchange, http_status, response, 0);
+}
+
+void dkv_reply_bytes(struct dkv_exchange *exchange, unsigned http_status, const char *content_type,
+                     char *bytes, size_t n_bytes)
+{
+    struct MHD_Response *response = MHD_create_response_from_buffer(n_bytes, bytes,
+                                                                    MHD_RESPMEM_MUST_FREE);
+    if (response == NULL)
+        free(bytes);
+    else
+        MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, content_type);
+    dkv_reply_response(exchange, http_status, response, n_bytes);
+}

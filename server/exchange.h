@@ -1,0 +1,69 @@
+/* One request and its reply.
+ *
+ * Owner   the HTTP front: made when a header has been read, freed when the library has finished
+ *         with the reply or given up on the connection.
+ * Thread  loop only.
+ * Errors  the reply functions cannot fail as far as the caller is concerned: where no reply can be
+ *         made, the connection is closed.
+ */
+#ifndef DKV_SERVER_EXCHANGE_H
+#define DKV_SERVER_EXCHANGE_H
+
+#include "server/conn.h"
+#include "server/http_guard.h"
+#include "server/job.h"
+#include "server/routes.h"
+#include "server/server.h"
+
+#include <microhttpd.h>
+
+struct dkv_exchange {
+    struct dkv_server *server;
+    struct dkv_conn *conn;
+    struct MHD_Connection *mhd;
+    struct dkv_route_match match;
+    uint64_t started_ns; /* its header had been read */
+
+    /* The body. */
+    struct dkv_body body;
+    bool has_json_length;
+    uint64_t json_length;
+    bool has_length;
+    uint64_t content_length;
+    uint64_t received_bytes;
+
+    /* A refusal that waits until the rest of a small body has been read over. */
+    unsigned refused_status;
+    struct dkv_error refusal;
+    const char *allow; /* of a 405 */
+
+    /* What became of it. */
+    bool close_after; /* the connection ends with this reply */
+    bool replied;
+    bool submitted; /* its job was queued: what comes back in `job` has ended */
+    bool suspended;
+    bool gone;            /* the peer has left: no reply */
+    struct dkv_job *job;  /* being prepared, or ended; NULL while the backend has it */
+    struct dkv_job *away; /* the backend has it */
+    bool parsed;          /* the JSON part has been read */
+    bool accepted;        /* counts in server->n_accepted */
+};
+
+/* {"error": text}. 401, 405 and 503 get the fields that belong to them. */
+void dkv_reply_error(struct dkv_exchange *exchange, unsigned http_status, const char *text);
+
+/* The status and text of an error object. */
+void dkv_reply_status(struct dkv_exchange *exchange, const struct dkv_error *err);
+
+/* No body. */
+void dkv_reply_empty(struct dkv_exchange *exchange, unsigned http_status);
+
+/* `bytes` is from malloc and becomes the reply's, also on failure. */
+void dkv_reply_bytes(struct dkv_exchange *exchange, unsigned http_status, const char *content_type,
+                     char *bytes, size_t n_bytes);
+
+/* Sends `response`, whose content is `n_bytes`, and drops the caller's reference. */
+void dkv_reply_response(struct dkv_exchange *exchange, unsigned http_status,
+                        struct MHD_Response *response, uint64_t n_bytes);
+
+#endif

@@ -1,0 +1,158 @@
+/* Handlers that answer from what the server knows: health, metadata, statistics, metrics, and the
+ * shared-memory routes, which say that HTTP callers may not name memory (a caller over HTTP has no
+ * identity that a region could belong to). */
+#include "server/handlers.h"
+
+#include "server/exchange.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define JSON "application/json"
+
+/* True if the path names our model; answers 404 otherwise. */
+static bool names_model(struct dkv_exchange *exchange)
+{
+    const struct dkv_route_match *match = &exchange->match;
+    if (strcmp(match->model, DKV_OIP_MODEL) == 0 &&
+        (*match->version == '\0' || strcmp(match->version, DKV_OIP_MODEL_VERSION) == 0))
+        return true;
+    dkv_reply_error(exchange, 404,
+                    strcmp(match->model, DKV_OIP_MODEL) == 0
+                        ? "Request for unknown model version: 'dropkv' has version 1"
+                        : "Request for unknown model: only 'dropkv' is found here");
+    return false;
+}
+
+static void reply_document(struct dkv_exchange *exchange, enum dkv_status status,
+                           struct dkv_oip_text *text)
+{
+    if (status != DKV_OK) {
+        dkv_reply_error(exchange, dkv_status_info(status)->http_status,
+                        dkv_status_info(status)->text);
+        return;
+    }
+    dkv_reply_bytes(exchange, 200, JSON, text->bytes, text->n_bytes);
+}
+
+static void reply_literal(struct dkv_exchange *exchange, unsigned http_status, const char *json)
+{
+    char *copy = strdup(json);
+    if (copy == NULL)
+        dkv_reply_error(exchange, 503, "out of memory");
+    else
+        dkv_reply_bytes(exchange, http_status, JSON, copy, strlen(copy));
+}
+
+void dkv_handle_server(struct dkv_exchange *exchange)
+{
+    struct dkv_oip_text text = {0};
+    reply_document(exchange, dkv_oip_server_metadata(&exchange->server->facts, &text), &text);
+}
+
+void dkv_handle_live(struct dkv_exchange *exchange)
+{
+    dkv_reply_empty(exchange, 200);
+}
+
+void dkv_handle_ready(struct dkv_exchange *exchange)
+{
+    dkv_reply_empty(exchange, exchange->server->draining ? 400 : 200);
+}
+
+void dkv_handle_model(struct dkv_exchange *exchange)
+{
+    struct dkv_oip_text text = {0};
+    if (names_model(exchange))
+        reply_document(exchange, dkv_oip_model_metadata(&exchange->server->facts, &text), &text);
+}
+
+void dkv_handle_model_ready(struct dkv_exchange *exchange)
+{
+    if (!names_model(exchange))
+        return;
+    if (exchange->server->draining)
+        dkv_reply_error(exchange, 400, "Model version not ready");
+    else
+        dkv_reply_empty(exchange, 200);
+}
+
+void dkv_handle_config(struct dkv_exchange *exchange)
+{
+    struct dkv_oip_text text = {0};
+    if (names_model(exchange))
+        reply_document(exchange, dkv_oip_model_config(&exchange->server->facts, &text), &text);
+}
+
+void dkv_handle_stats_all(struct dkv_exchange *exchange)
+{
+    struct dkv_oip_text text = {0};
+    reply_document(exchange, dkv_oip_model_stats(&exchange->server->metrics.stats, &text), &text);
+}
+
+void dkv_handle_stats(struct dkv_exchange *exchange)
+{
+    if (names_model(exchange))
+        dkv_handle_stats_all(exchange);
+}
+
+void dkv_handle_index(struct dkv_exchange *exchange)
+{
+    reply_literal(exchange, 200,
+                  exchange->server->draining
+                      ? "[{\"name\":\"dropkv\",\"version\":\"1\",\"state\":\"UNAVAILABLE\","
+                        "\"reason\":\"shutting down\"}]"
+                      : "[{\"name\":\"dropkv\",\"version\":\"1\",\"state\":\"READY\","
+                        "\"reason\":\"\"}]");
+}
+
+void dkv_handle_shm_status(struct dkv_exchange *exchange)
+{
+    reply_literal(exchange, 200, "[]");
+}
+
+void dkv_handle_shm_region_status(struct dkv_exchange *exchange)
+{
+    dkv_reply_error(exchange, 404, "no such shared memory region");
+}
+
+void dkv_handle_shm_register(struct dkv_exchange *exchange)
+{
+    dkv_reply_error(exchange, 403,
+                    "shared memory of HTTP clients is not accepted: send tensors in the body");
+}
+
+/* Nothing is registered, so there is nothing to do: the answer that clients expect on their way
+ * out. */
+void dkv_handle_shm_unregister(struct dkv_exchange *exchange)
+{
+    dkv_reply_empty(exchange, 200);
+}
+
+void dkv_handle_metrics(struct dkv_exchange *exchange)
+{
+    struct dkv_server *server = exchange->server;
+    struct dkv_backend_info backend;
+    char *text = NULL;
+    size_t n_bytes = 0;
+    dkv_backend_info(server->backend, &backend);
+    const struct dkv_gauges gauges = {
+        .queue_requests = backend.n_queued,
+        .running_requests = backend.n_running,
+        .body_bytes = server->bodies.charged_bytes,
+        .body_limit_bytes = server->bodies.limit_bytes,
+        .connections = server->metrics.connections_total - server->metrics.connections_closed,
+        .scratch_bytes = backend.engine.scratch_bytes,
+        .ready = !server->draining,
+    };
+    FILE *out = open_memstream(&text, &n_bytes);
+    if (out != NULL) {
+        dkv_metrics_write(&server->metrics, &gauges, server->config->nv_metrics, out);
+        fclose(out);
+    }
+    if (text == NULL)
+        dkv_reply_error(exchange, 503, "out of memory");
+    else
+        dkv_reply_bytes(exchange, 200, "text/plain; version=0.0.4; charset=utf-8", text, n_bytes);
+}

@@ -1,0 +1,516 @@
+/* Glue between the loop, the HTTP library and the exchanges.
+ *
+ * The library calls on_request() once when a header is complete, then for each piece of body, then
+ * once more at the end (and again after a resume). A response can be queued in the first call,
+ * which refuses the body and closes the connection, or in the last ones; in between only the socket
+ * itself is left (dkv_conn_abort).
+ *
+ * The library's socket events are edge-triggered: after MHD_run() it may hold connections that are
+ * ready still, which MHD_get_timeout() tells with a timeout of 0. pump() therefore goes on for a
+ * few rounds and then lets the loop see its other events before it continues.
+ */
+#include "server/http.h"
+
+#include "server/clock.h"
+#include "server/exchange.h"
+#include "server/infer.h"
+#include "server/linger.h"
+#include "server/listen.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define MEMORY_PER_CONNECTION (128u << 10) /* what one read of a body can take */
+#define MEMORY_STEP           (64u << 10)
+#define PUMP_ROUNDS           32
+#define SWEEP_MS              50
+#define SWALLOW_BYTES         (UINT64_C(1) << 20) /* refused bodies up to this are read over */
+#define SMALL_BODY_BYTES      65536u              /* bodies of everything but inference */
+
+/* libmicrohttpd before 1.0 takes a bare LF for a line's end and offers no setting against it. */
+#define LIBRARY_TAKES_BARE_LF (MHD_VERSION < 0x01000000)
+
+struct dkv_http {
+    struct dkv_server *server;
+    struct MHD_Daemon *library;
+    uv_poll_t poll;
+    uv_timer_t run_timer;
+    uv_timer_t sweep_timer;
+    struct dkv_conn_list conns;
+    struct dkv_linger_set lingering;
+    struct dkv_http_rules rules;
+    unsigned port;
+    bool pumping;
+    bool closed;
+    unsigned n_closed_handles;
+};
+
+/* ---- the library's work on the loop ---- */
+
+static void on_run_timer(uv_timer_t *timer);
+
+static void pump(struct dkv_http *http)
+{
+    MHD_UNSIGNED_LONG_LONG timeout_ms = 0;
+    enum MHD_Result has_timeout = MHD_YES;
+    if (http->pumping || http->closed)
+        return;
+    http->pumping = true;
+    for (int i = 0; i < PUMP_ROUNDS && has_timeout == MHD_YES && timeout_ms == 0; i++) {
+        MHD_run(http->library);
+        has_timeout = MHD_get_timeout(http->library, &timeout_ms);
+    }
+    http->pumping = false;
+    if (has_timeout == MHD_YES)
+        uv_timer_start(&http->run_timer, on_run_timer, timeout_ms, 0);
+    else
+        uv_timer_stop(&http->run_timer);
+}
+
+static void on_run_timer(uv_timer_t *timer)
+{
+    pump(timer->data);
+}
+
+static void on_poll(uv_poll_t *poll, int status, int events)
+{
+    (void)status;
+    (void)events;
+    pump(poll->data);
+}
+
+/* Asks for a pump soon: callable from inside the library's own calls. */
+static void pump_soon(struct dkv_http *http)
+{
+    if (!http->closed)
+        uv_timer_start(&http->run_timer, on_run_timer, 0, 0);
+}
+
+/* ---- a request's header ---- */
+
+static enum MHD_Result add_field(void *cls, enum MHD_ValueKind kind, const char *name,
+                                 size_t name_bytes, const char *value, size_t value_bytes)
+{
+    struct dkv_http_head *head = cls;
+    (void)kind;
+    if (head->n_fields < DKV_HTTP_FIELDS_MAX)
+        head->fields[head->n_fields] = (struct dkv_http_field){
+            name, name_bytes, value != NULL ? value : "", value != NULL ? value_bytes : 0};
+    head->n_fields++;
+    return MHD_YES;
+}
+
+static void refuse(struct dkv_exchange *exchange, unsigned http_status, enum dkv_status status,
+                   const char *text)
+{
+    exchange->refused_status = http_status;
+    dkv_error_set(&exchange->refusal, status, "%s", text);
+}
+
+/* What the guard, the route table and the tokens say; sets refused_status if it may not go on. */
+static void judge_header(struct dkv_http *http, struct dkv_exchange *exchange, const char *method,
+                         const char *path, const char *version)
+{
+    struct dkv_server *server = http->server;
+    struct dkv_http_head head = {
+        .method = method, .version = version, .lines_checked = LIBRARY_TAKES_BARE_LF};
+    MHD_get_connection_values_n(exchange->mhd, MHD_HEADER_KIND, add_field, &head);
+    struct dkv_http_verdict verdict = dkv_http_guard(&head, &http->rules);
+    if (verdict.http_status != 0) {
+        server->metrics.refusals[verdict.reason]++;
+        exchange->close_after = true;
+        refuse(exchange, verdict.http_status, DKV_E_MALFORMED, verdict.text);
+        dkv_log_limited(&server->client_log, DKV_LOG_INFO, "refused a request: %s", verdict.text);
+        return;
+    }
+    exchange->has_length = head.has_length;
+    exchange->content_length = head.content_length;
+    exchange->has_json_length = head.has_json_length;
+    exchange->json_length = head.json_length;
+    /* How a chunked body is delimited is where readers differ most: nothing is read behind one. */
+    exchange->close_after = head.chunked;
+
+    enum dkv_route_result found = dkv_route_find(method, path, &exchange->match, &exchange->allow);
+    const bool open = found == DKV_ROUTE_FOUND && exchange->match.route->open;
+    if (!open && dkv_auth_check(&server->auth, head.authorization) == NULL) {
+        server->metrics.refusals[DKV_REFUSAL_AUTH]++;
+        refuse(exchange, 401, DKV_E_DENIED, "a valid bearer token is needed");
+    } else if (found == DKV_ROUTE_NONE) {
+        refuse(exchange, 404, DKV_E_NOT_FOUND, "Not Found");
+    } else if (found == DKV_ROUTE_WRONG_METHOD) {
+        refuse(exchange, 405, DKV_E_INVALID, "Method Not Allowed");
+    }
+}
+
+/* Room for the body of an accepted request, reserved before its first byte is read. */
+static enum dkv_status reserve(struct dkv_exchange *exchange, struct dkv_error *err)
+{
+    const struct dkv_config *config = exchange->server->config;
+    const bool tensor = exchange->match.route->tensor;
+    uint64_t limit = SMALL_BODY_BYTES;
+    const char *what = "body";
+    if (tensor && exchange->has_json_length) {
+        limit = config->max_body_bytes;
+    } else if (tensor) {
+        limit = config->max_json_bytes;
+        what = "body without Inference-Header-Content-Length";
+    }
+    if (exchange->has_json_length && exchange->json_length > DKV_OIP_HEAD_BYTES_MAX)
+        return dkv_error_set(err, DKV_E_TOO_LARGE,
+                             "Inference-Header-Content-Length: %llu is above %u",
+                             (unsigned long long)exchange->json_length, DKV_OIP_HEAD_BYTES_MAX);
+    if (exchange->has_length && exchange->content_length > limit)
+        return dkv_error_set(err, DKV_E_TOO_LARGE, "%s: %llu bytes are above %llu", what,
+                             (unsigned long long)exchange->content_length,
+                             (unsigned long long)limit);
+    const uint64_t capacity = exchange->has_length ? exchange->content_length : limit;
+    const uint64_t head = exchange->has_json_length ? exchange->json_length : 0;
+    return dkv_body_reserve(&exchange->body, &exchange->server->bodies, capacity,
+                            head <= capacity ? head : capacity, exchange->has_length, err);
+}
+
+static void admit(struct dkv_exchange *exchange)
+{
+    struct dkv_error err = {0};
+    enum dkv_status status = DKV_OK;
+    const bool is_post = exchange->match.route->method == DKV_ROUTE_POST;
+    if (exchange->match.route->tensor)
+        status = dkv_infer_admit(exchange, &err);
+    if (status == DKV_OK && is_post)
+        status = reserve(exchange, &err);
+    if (status == DKV_OK)
+        return;
+    if (status == DKV_E_TOO_LARGE)
+        exchange->server->metrics.refusals[DKV_REFUSAL_SIZE]++;
+    if (exchange->match.route->tensor)
+        dkv_infer_count_refusal(exchange, status);
+    dkv_infer_release(exchange);
+    refuse(exchange, dkv_status_info(status)->http_status, status, err.text);
+}
+
+/* The first call. A refusal whose body is small is answered at its end, which keeps the connection
+ * usable; any other is answered now, and the library then closes the connection unread. */
+static enum MHD_Result begin(struct dkv_http *http, struct dkv_exchange *exchange,
+                             const char *method, const char *path, const char *version)
+{
+    judge_header(http, exchange, method, path, version);
+    if (exchange->refused_status == 0)
+        admit(exchange);
+    dkv_conn_enter(exchange->conn, DKV_CONN_BODY, dkv_clock_ms());
+    const bool read_over = exchange->content_length <= SWALLOW_BYTES;
+    if (exchange->refused_status != 0 && (exchange->close_after || !read_over)) {
+        exchange->close_after = true;
+        exchange->conn->linger = true;
+        dkv_reply_error(exchange, exchange->refused_status, exchange->refusal.text);
+        return exchange->gone ? MHD_NO : MHD_YES;
+    }
+    return MHD_YES;
+}
+
+/* ---- its body ---- */
+
+/* Something is wrong while the body still comes. */
+static enum MHD_Result give_up_body(struct dkv_exchange *exchange, const struct dkv_error *err)
+{
+    const uint64_t left = exchange->content_length - exchange->received_bytes;
+    if (exchange->match.route->tensor)
+        dkv_infer_count_refusal(exchange, err->status);
+    dkv_infer_release(exchange);
+    const unsigned http_status = dkv_status_info(err->status)->http_status;
+    if (exchange->has_length && left <= SWALLOW_BYTES) {
+        refuse(exchange, http_status, err->status, err->text);
+        return MHD_YES;
+    }
+    exchange->conn->linger = true;
+    dkv_conn_abort(exchange->conn, http_status, err->text);
+    return MHD_NO;
+}
+
+static enum MHD_Result receive(struct dkv_exchange *exchange, const char *bytes, size_t *n_bytes)
+{
+    struct dkv_error err = {0};
+    enum dkv_status status = DKV_OK;
+    const size_t n = *n_bytes;
+    exchange->conn->body_bytes += n;
+    exchange->received_bytes += n;
+    exchange->server->metrics.bytes_in += n;
+    *n_bytes = 0;
+    if (exchange->refused_status != 0)
+        return MHD_YES; /* read over */
+    status = dkv_body_append(&exchange->body, bytes, n, &err);
+    if (status == DKV_OK && exchange->match.route->tensor)
+        status = dkv_infer_progress(exchange, &err);
+    return status == DKV_OK ? MHD_YES : give_up_body(exchange, &err);
+}
+
+static enum MHD_Result finish(struct dkv_exchange *exchange)
+{
+    if (exchange->refused_status != 0)
+        dkv_reply_error(exchange, exchange->refused_status, exchange->refusal.text);
+    else if (exchange->gone)
+        return MHD_NO;
+    else if (exchange->job != NULL && exchange->submitted)
+        dkv_infer_finish(exchange);
+    else
+        exchange->match.route->handler(exchange);
+    return exchange->gone ? MHD_NO : MHD_YES;
+}
+
+/* ---- what the library calls ---- */
+
+static struct dkv_conn *conn_of(struct MHD_Connection *mhd)
+{
+    const union MHD_ConnectionInfo *info = MHD_get_connection_info(
+        mhd, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
+    return info != NULL ? info->socket_context : NULL;
+}
+
+static enum MHD_Result on_request(void *cls, struct MHD_Connection *mhd, const char *path,
+                                  const char *method, const char *version, const char *upload,
+                                  size_t *upload_bytes, void **request)
+{
+    struct dkv_http *http = cls;
+    struct dkv_exchange *exchange = *request;
+    if (exchange == NULL) {
+        struct dkv_conn *conn = conn_of(mhd);
+        exchange = conn != NULL ? calloc(1, sizeof(*exchange)) : NULL;
+        if (exchange == NULL)
+            return MHD_NO;
+        *request = exchange;
+        exchange->server = http->server;
+        exchange->mhd = mhd;
+        exchange->conn = conn;
+        exchange->started_ns = dkv_clock_ns();
+        conn->exchange = exchange;
+        return begin(http, exchange, method, path, version);
+    }
+    if (exchange->replied)
+        return MHD_YES;
+    if (*upload_bytes > 0)
+        return receive(exchange, upload, upload_bytes);
+    return finish(exchange);
+}
+
+/* The first line of a request has been read. */
+static void *on_first_line(void *cls, const char *uri, struct MHD_Connection *mhd)
+{
+    struct dkv_conn *conn = conn_of(mhd);
+    (void)cls;
+    (void)uri;
+    if (conn != NULL && conn->phase == DKV_CONN_IDLE)
+        dkv_conn_enter(conn, DKV_CONN_HEADER, dkv_clock_ms());
+    return NULL;
+}
+
+static void on_completed(void *cls, struct MHD_Connection *mhd, void **request,
+                         enum MHD_RequestTerminationCode why)
+{
+    struct dkv_exchange *exchange = *request;
+    (void)cls;
+    (void)mhd;
+    if (exchange == NULL)
+        return;
+    if (exchange->accepted && !exchange->replied)
+        dkv_infer_count_refusal(exchange, DKV_E_CANCELLED); /* went away while sending */
+    (void)why;
+    dkv_infer_release(exchange);
+    exchange->conn->exchange = NULL;
+    dkv_conn_enter(exchange->conn, DKV_CONN_IDLE, dkv_clock_ms());
+    free(exchange);
+    *request = NULL;
+}
+
+static void on_connection(void *cls, struct MHD_Connection *mhd, void **context,
+                          enum MHD_ConnectionNotificationCode what)
+{
+    struct dkv_http *http = cls;
+    struct dkv_conn *conn = *context;
+    if (what == MHD_CONNECTION_NOTIFY_STARTED) {
+        const union MHD_ConnectionInfo *info = MHD_get_connection_info(
+            mhd, MHD_CONNECTION_INFO_CONNECTION_FD);
+        *context = dkv_conn_add(&http->conns, info->connect_fd, dkv_clock_ms());
+        http->server->metrics.connections_total++;
+    } else if (conn != NULL) {
+        http->server->metrics.connections_closed++;
+        if (conn->linger && !http->closed)
+            dkv_linger_add(&http->lingering, http->server->loop, conn->fd);
+        dkv_conn_remove(&http->conns, conn);
+        *context = NULL;
+    }
+}
+
+/* Paths are decoded by the route table, segment by segment. */
+static size_t keep_escapes(void *cls, struct MHD_Connection *mhd, char *text)
+{
+    (void)cls;
+    (void)mhd;
+    return strlen(text);
+}
+
+DKV_PRINTF(2, 0)
+static void on_library_log(void *cls, const char *format, va_list args)
+{
+    char text[256];
+    struct dkv_http *http = cls;
+    if (!dkv_log_enabled(DKV_LOG_DEBUG))
+        return;
+    vsnprintf(text, sizeof(text), format, args);
+    text[strcspn(text, "\n")] = '\0';
+    dkv_log_limited(&http->server->client_log, DKV_LOG_DEBUG, "libmicrohttpd: %s", text);
+}
+
+/* ---- suspend and resume ---- */
+
+static void on_peer_gone(struct dkv_conn *conn)
+{
+    if (conn->exchange != NULL)
+        dkv_infer_gone(conn->exchange);
+}
+
+void dkv_http_suspend(struct dkv_exchange *exchange)
+{
+    struct dkv_conn *conn = exchange->conn;
+    exchange->submitted = true;
+    exchange->suspended = true;
+    MHD_suspend_connection(exchange->mhd);
+    dkv_conn_enter(conn, DKV_CONN_WORK, dkv_clock_ms());
+    dkv_conn_watch(conn, exchange->server->loop, on_peer_gone);
+}
+
+void dkv_http_resume(struct dkv_exchange *exchange)
+{
+    if (!exchange->suspended)
+        return;
+    exchange->suspended = false;
+    dkv_conn_unwatch(exchange->conn);
+    MHD_resume_connection(exchange->mhd);
+    pump_soon(exchange->server->http);
+}
+
+/* ---- the sweeper ---- */
+
+static void close_overdue(struct dkv_http *http, struct dkv_conn *conn, enum dkv_refusal reason)
+{
+    http->server->metrics.refusals[reason]++;
+    if (conn->phase == DKV_CONN_BODY)
+        dkv_conn_abort(conn, 408, "the body arrived too slowly");
+    else if (conn->phase == DKV_CONN_HEADER)
+        dkv_conn_abort(conn, 408, "the header arrived too slowly");
+    else
+        shutdown(conn->fd, SHUT_RDWR);
+    conn->doomed = true;
+}
+
+static void on_sweep(uv_timer_t *timer)
+{
+    struct dkv_http *http = timer->data;
+    const uint64_t now_ms = dkv_clock_ms();
+    for (struct dkv_conn *conn = http->conns.first; conn != NULL; conn = conn->next) {
+        enum dkv_refusal reason;
+        if (!conn->doomed && dkv_conn_overdue(conn, http->server->config, now_ms, &reason))
+            close_overdue(http, conn, reason);
+    }
+    dkv_backend_expire(http->server->backend, dkv_clock_ns(), false);
+    dkv_body_pool_trim(&http->server->bodies, now_ms);
+}
+
+/* ---- open and close ---- */
+
+static struct MHD_Daemon *start_library(struct dkv_http *http, int listen_fd)
+{
+    const struct dkv_config *config = http->server->config;
+    return MHD_start_daemon(
+        MHD_USE_EPOLL | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG, 0, NULL, NULL, on_request,
+        http, MHD_OPTION_EXTERNAL_LOGGER, on_library_log, http, MHD_OPTION_LISTEN_SOCKET, listen_fd,
+        MHD_OPTION_CONNECTION_LIMIT, (unsigned)config->max_connections,
+        MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)MEMORY_PER_CONNECTION,
+        MHD_OPTION_CONNECTION_MEMORY_INCREMENT, (size_t)MEMORY_STEP, MHD_OPTION_CONNECTION_TIMEOUT,
+        0u, MHD_OPTION_STRICT_FOR_CLIENT, 0, MHD_OPTION_NOTIFY_CONNECTION, on_connection, http,
+        MHD_OPTION_NOTIFY_COMPLETED, on_completed, http, MHD_OPTION_URI_LOG_CALLBACK, on_first_line,
+        http, MHD_OPTION_UNESCAPE_CALLBACK, keep_escapes, http, MHD_OPTION_END);
+}
+
+static void attach_to_loop(struct dkv_http *http)
+{
+    uv_loop_t *loop = http->server->loop;
+    const union MHD_DaemonInfo *info = MHD_get_daemon_info(http->library, MHD_DAEMON_INFO_EPOLL_FD);
+    uv_poll_init(loop, &http->poll, info->epoll_fd);
+    uv_timer_init(loop, &http->run_timer);
+    uv_timer_init(loop, &http->sweep_timer);
+    http->poll.data = http;
+    http->run_timer.data = http;
+    http->sweep_timer.data = http;
+    uv_poll_start(&http->poll, UV_READABLE, on_poll);
+    uv_timer_start(&http->sweep_timer, on_sweep, SWEEP_MS, SWEEP_MS);
+}
+
+enum dkv_status dkv_http_open(struct dkv_server *server, struct dkv_error *err)
+{
+    struct dkv_listen_address address;
+    int listen_fd;
+    struct dkv_http *http = calloc(1, sizeof(*http));
+    if (http == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "out of memory");
+    http->server = server;
+    enum dkv_status status = dkv_listen_parse(server->config->http, &address, err);
+    if (status == DKV_OK)
+        status = dkv_listen_open(&address, &listen_fd, &http->port, err);
+    if (status != DKV_OK) {
+        free(http);
+        return status;
+    }
+    http->rules.max_body_bytes = server->config->max_body_bytes;
+    /* A web page cannot know a token, so names matter only where none is asked for. */
+    http->rules.local_names_only = address.loopback && !server->auth.required;
+    http->library = start_library(http, listen_fd);
+    if (http->library == NULL) {
+        close(listen_fd);
+        free(http);
+        return dkv_error_set(err, DKV_E_IO, "http: libmicrohttpd did not start");
+    }
+    server->http = http;
+    attach_to_loop(http);
+    return DKV_OK;
+}
+
+unsigned dkv_http_port(const struct dkv_http *http)
+{
+    return http->port;
+}
+
+void dkv_http_drain(struct dkv_http *http)
+{
+    for (struct dkv_conn *conn = http->conns.first; conn != NULL; conn = conn->next)
+        if (conn->phase == DKV_CONN_IDLE && !conn->doomed) {
+            shutdown(conn->fd, SHUT_RDWR);
+            conn->doomed = true;
+        }
+}
+
+static void free_http(uv_handle_t *handle)
+{
+    struct dkv_http *http = handle->data;
+    if (++http->n_closed_handles == 3)
+        free(http);
+}
+
+void dkv_http_close(struct dkv_http *http)
+{
+    if (http == NULL)
+        return;
+    /* The library must not be stopped while it holds suspended connections. */
+    for (struct dkv_conn *conn = http->conns.first; conn != NULL; conn = conn->next)
+        if (conn->exchange != NULL && conn->exchange->suspended) {
+            conn->exchange->gone = true;
+            dkv_http_resume(conn->exchange);
+        }
+    pump(http);
+    http->closed = true;
+    dkv_linger_close_all(&http->lingering);
+    uv_close((uv_handle_t *)&http->poll, free_http);
+    uv_close((uv_handle_t *)&http->run_timer, free_http);
+    uv_close((uv_handle_t *)&http->sweep_timer, free_http);
+    MHD_stop_daemon(http->library);
+}

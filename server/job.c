@@ -1,0 +1,95 @@
+/* Allocation of a job's parts. Everything is allocated before the job is queued, so that between
+ * dequeue and reply nothing can fail for want of memory. */
+#include "server/job.h"
+
+#include <stdlib.h>
+
+struct dkv_job *dkv_job_new(void)
+{
+    return calloc(1, sizeof(struct dkv_job));
+}
+
+enum dkv_status dkv_job_add_blocks(struct dkv_job *job, uint32_t n_blocks, struct dkv_error *err)
+{
+    job->blocks = calloc(n_blocks, sizeof(*job->blocks));
+    job->plans = calloc(n_blocks, sizeof(*job->plans));
+    job->items = calloc(n_blocks, sizeof(*job->items));
+    if (job->blocks == NULL || job->plans == NULL || job->items == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for %u blocks", n_blocks);
+    job->request.blocks = job->blocks;
+    job->request.n_blocks = n_blocks;
+    return DKV_OK;
+}
+
+/* Elements of all outputs. They cannot overflow: 4096 blocks of 1024 heads of 2^21 tokens. */
+static void count_outputs(struct dkv_job *job)
+{
+    for (uint32_t i = 0; i < job->request.n_blocks; i++) {
+        const struct dkv_block *block = &job->blocks[i];
+        job->n_keep += job->plans[i].keep_tokens * block->kv_heads;
+        job->n_scores += job->request.want_scores ? block->n_tokens * block->kv_heads : 0;
+        job->n_stored_tokens += block->n_tokens;
+        job->n_scored_tokens += job->plans[i].n_valid * block->kv_heads;
+    }
+    job->kv_heads = job->blocks[0].kv_heads;
+    job->window = job->plans[0].window;
+    job->keep_tokens = job->plans[0].keep_tokens;
+    job->n_tokens = job->blocks[0].n_tokens;
+}
+
+enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct dkv_error *err)
+{
+    count_outputs(job);
+    const uint64_t n_bytes = job->n_keep * sizeof(*job->keep) +
+                             job->n_scores * sizeof(*job->scores);
+    if (n_bytes > max_bytes)
+        return dkv_error_set(err, DKV_E_TOO_LARGE, "reply: %llu bytes are above %llu",
+                             (unsigned long long)n_bytes, (unsigned long long)max_bytes);
+    job->keep = malloc((job->n_keep + 1) * sizeof(*job->keep));
+    job->scores = job->n_scores > 0 ? malloc(job->n_scores * sizeof(*job->scores)) : NULL;
+    if (job->keep == NULL || (job->n_scores > 0 && job->scores == NULL))
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for a reply of %llu bytes",
+                             (unsigned long long)n_bytes);
+
+    int32_t *keep = job->keep;
+    float *scores = job->scores;
+    for (uint32_t i = 0; i < job->request.n_blocks; i++) {
+        const struct dkv_block *block = &job->blocks[i];
+        job->items[i] = (struct dkv_item){
+            .block = block,
+            .params = &job->request.params,
+            .plan = &job->plans[i],
+            .keep_out = keep,
+            .scores_out = scores,
+        };
+        keep += job->plans[i].keep_tokens * block->kv_heads;
+        if (scores != NULL)
+            scores += block->n_tokens * block->kv_heads;
+    }
+    return DKV_OK;
+}
+
+void dkv_job_release_inputs(struct dkv_job *job)
+{
+    dkv_body_release(&job->body);
+    free(job->side);
+    free(job->blocks);
+    free(job->plans);
+    free(job->items);
+    job->side = NULL;
+    job->blocks = NULL;
+    job->plans = NULL;
+    job->items = NULL;
+    job->request.blocks = NULL;
+}
+
+void dkv_job_free(struct dkv_job *job)
+{
+    if (job == NULL)
+        return;
+    dkv_job_release_inputs(job);
+    dkv_oip_infer_fini(&job->infer);
+    free(job->keep);
+    free(job->scores);
+    free(job);
+}

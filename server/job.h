@@ -1,0 +1,73 @@
+/* One accepted inference request on its way: session -> queue -> engine -> completion -> session.
+ *
+ * A job owns everything that its work reads and writes, so that it can outlive the connection that
+ * brought it. It moves: exactly one of session, queue, engine and completion list holds it.
+ *
+ * Owner   new/free. free() gives the body's memory back.
+ * Thread  created and freed on the loop; between submit and done only the backend touches it,
+ * except for `cancelled`, which the backend guards.
+ */
+#ifndef DKV_SERVER_JOB_H
+#define DKV_SERVER_JOB_H
+
+#include "kernels/engine.h"
+#include "proto/oip.h"
+#include "server/body.h"
+
+struct dkv_job;
+
+/* Runs on the loop thread when the job has ended, whatever way; the job is the callee's again. */
+typedef void (*dkv_job_done_fn)(struct dkv_job *job, void *owner);
+
+struct dkv_job {
+    struct dkv_job *next; /* in whichever list holds it */
+    dkv_job_done_fn done;
+    void *owner;
+
+    struct dkv_body body;
+    struct dkv_oip_infer infer;
+    void *side;                 /* [infer.side_bytes]: small vectors and JSON numbers */
+    struct dkv_request request; /* over `blocks` */
+    struct dkv_block *blocks;   /* [request.n_blocks] */
+    struct dkv_plan *plans;
+    struct dkv_item *items;
+
+    /* Outputs of all blocks, one after the other, in the order of the blocks. */
+    int32_t *keep;
+    float *scores; /* NULL unless asked for */
+    uint64_t n_keep;
+    uint64_t n_scores;
+    uint64_t n_stored_tokens; /* of all blocks: what a batch is limited by */
+    uint64_t n_scored_tokens; /* valid tokens times KV heads, of all blocks */
+
+    /* Of the first block; over HTTP all blocks of a request are alike. Kept for the reply. */
+    uint32_t kv_heads;
+    uint32_t window;
+    uint64_t keep_tokens;
+    uint64_t n_tokens;
+
+    uint64_t deadline_ns; /* monotonic; 0: none */
+    uint64_t queued_ns, started_ns, finished_ns;
+    unsigned batch_items;  /* blocks of the engine batch it ran in */
+    uint64_t batch_tokens; /* and their stored tokens */
+    bool batch_first;      /* counts the batch */
+    bool cancelled;
+    enum dkv_status status; /* of the job: its first failed item's, or why it never ran */
+    struct dkv_error error;
+};
+
+struct dkv_job *dkv_job_new(void);
+
+/* Allocates blocks, plans and items for a request of `n_blocks`. */
+enum dkv_status dkv_job_add_blocks(struct dkv_job *job, uint32_t n_blocks, struct dkv_error *err);
+
+/* After the gate: allocates the outputs and points every item at its share. Sizes come from plans
+ * that the gate bounded; `max_bytes` bounds what a reply may need. TOO_LARGE, NOMEM. */
+enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct dkv_error *err);
+
+/* Drops body, blocks and plans: after the work only the outputs are needed. */
+void dkv_job_release_inputs(struct dkv_job *job);
+
+void dkv_job_free(struct dkv_job *job); /* NULL is fine */
+
+#endif

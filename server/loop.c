@@ -1,0 +1,187 @@
+/* The life of the daemon: open everything, run the loop, drain, close in reverse order.
+ *
+ *   running --SIGTERM/SIGINT--> draining --last accepted request answered--> stop, exit 0
+ *                                   |--second signal or drain_timeout_ms---> exit 1 at once
+ *   SIGHUP reads the token file again.
+ *
+ * While draining, connections are still accepted, so that their requests get a definite answer (503
+ * and Connection: close) rather than a refused connection. "At once" means _exit(): the engine's
+ * thread may be in the middle of a batch that nobody may wait for.
+ */
+#include "server/http.h"
+#include "server/server.h"
+
+#include "server/clock.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define DRAIN_CHECK_MS 5
+#define EXIT_LOST      1  /* accepted requests were not answered */
+#define EXIT_START     69 /* EX_UNAVAILABLE: could not start to serve */
+
+struct life {
+    struct dkv_server server;
+    uv_loop_t loop;
+    uv_signal_t sigterm, sigint, sighup;
+    uv_timer_t drain_timer;
+    uint64_t drain_end_ms;
+};
+
+static void stop_at_once(struct life *life, const char *why)
+{
+    dkv_log(DKV_LOG_WARN, "%s: stopping at once, %u requests are not answered", why,
+            life->server.n_accepted);
+    if (*life->server.config->port_file != '\0')
+        unlink(life->server.config->port_file);
+    _exit(EXIT_LOST);
+}
+
+static void on_drain_timer(uv_timer_t *timer)
+{
+    struct life *life = timer->data;
+    if (life->server.n_accepted == 0)
+        uv_stop(&life->loop);
+    else if (dkv_clock_ms() >= life->drain_end_ms)
+        stop_at_once(life, "drain_timeout_ms is over");
+}
+
+static void on_stop_signal(uv_signal_t *handle, int number)
+{
+    struct life *life = handle->data;
+    struct dkv_server *server = &life->server;
+    if (server->draining)
+        stop_at_once(life, "a second signal");
+    server->draining = true;
+    life->drain_end_ms = dkv_clock_ms() + server->config->drain_timeout_ms;
+    dkv_log(DKV_LOG_INFO, "%s: draining, %u requests are being answered",
+            number == SIGTERM ? "SIGTERM" : "SIGINT", server->n_accepted);
+    dkv_http_drain(server->http);
+    uv_timer_start(&life->drain_timer, on_drain_timer, 0, DRAIN_CHECK_MS);
+}
+
+static void on_hangup(uv_signal_t *handle, int number)
+{
+    struct life *life = handle->data;
+    struct dkv_error err = {0};
+    (void)number;
+    if (dkv_auth_load(&life->server.auth, life->server.config->token_file, &err) == DKV_OK)
+        dkv_log(DKV_LOG_INFO, "SIGHUP: %u tokens in force", life->server.auth.n_tokens);
+    else
+        dkv_log(DKV_LOG_ERROR, "SIGHUP: %s; the tokens in force stay", err.text);
+}
+
+static void add_signal(struct life *life, uv_signal_t *handle, uv_signal_cb callback, int number)
+{
+    uv_signal_init(&life->loop, handle);
+    handle->data = life;
+    uv_signal_start(handle, callback, number);
+}
+
+/* Written under another name and renamed, so that a reader never sees half a number. */
+static enum dkv_status write_port_file(const char *path, unsigned port, struct dkv_error *err)
+{
+    char temporary[4096];
+    if (*path == '\0')
+        return DKV_OK;
+    if (snprintf(temporary, sizeof(temporary), "%s.new", path) >= (int)sizeof(temporary))
+        return dkv_error_set(err, DKV_E_INVALID, "port_file: the name is too long");
+    FILE *file = fopen(temporary, "we");
+    if (file == NULL)
+        return dkv_error_set(err, DKV_E_IO, "port_file: cannot write %.120s: %s", temporary,
+                             strerror(errno));
+    bool written = fprintf(file, "%u\n", port) > 0;
+    written = fclose(file) == 0 && written;
+    if (!written || rename(temporary, path) != 0)
+        return dkv_error_set(err, DKV_E_IO, "port_file: cannot write %.120s: %s", path,
+                             strerror(errno));
+    return DKV_OK;
+}
+
+static void learn_engine(struct dkv_server *server)
+{
+    struct dkv_backend_info info;
+    dkv_backend_info(server->backend, &info);
+    server->engine_info = info.engine;
+    server->facts = (struct dkv_oip_facts){
+        .version = DKV_VERSION,
+        .backend = server->engine_info.backend,
+        .device = server->engine_info.device,
+        .dtype = DKV_FP32,
+        .max_blocks = DKV_BLOCKS_MAX,
+    };
+    dkv_metrics_init(&server->metrics, server->engine_info.backend);
+    dkv_log(DKV_LOG_INFO, "engine %s on %s", server->engine_info.backend,
+            server->engine_info.device);
+}
+
+static enum dkv_status start(struct life *life, struct dkv_error *err)
+{
+    struct dkv_server *server = &life->server;
+    const struct dkv_config *config = server->config;
+    enum dkv_status status = dkv_auth_load(&server->auth, config->token_file, err);
+    if (status == DKV_OK)
+        status = dkv_backend_open(config, &life->loop, &server->backend, err);
+    if (status != DKV_OK)
+        return status;
+    learn_engine(server);
+    status = dkv_http_open(server, err);
+    if (status == DKV_OK)
+        status = write_port_file(config->port_file, dkv_http_port(server->http), err);
+    if (status == DKV_OK)
+        dkv_log(DKV_LOG_INFO, "listening on %.64s, port %u", config->http,
+                dkv_http_port(server->http));
+    return status;
+}
+
+static void close_handle(uv_handle_t *handle, void *argument)
+{
+    (void)argument;
+    if (!uv_is_closing(handle))
+        uv_close(handle, NULL);
+}
+
+static void stop(struct life *life)
+{
+    struct dkv_server *server = &life->server;
+    dkv_backend_close(server->backend);
+    dkv_http_close(server->http);
+    uv_walk(&life->loop, close_handle, NULL);
+    uv_run(&life->loop, UV_RUN_DEFAULT);
+    uv_loop_close(&life->loop);
+    dkv_body_pool_fini(&server->bodies);
+    dkv_auth_fini(&server->auth);
+}
+
+int dkv_server_run(const struct dkv_config *config)
+{
+    struct life life = {.server = {.config = config}};
+    struct dkv_error err = {0};
+    signal(SIGPIPE, SIG_IGN);
+    if (*config->cpu_mask != '\0')
+        setenv("DKV_CPU_MASK", config->cpu_mask, 1);
+    uv_loop_init(&life.loop);
+    life.server.loop = &life.loop;
+    dkv_body_pool_init(&life.server.bodies, config->max_queue_bytes);
+    uv_timer_init(&life.loop, &life.drain_timer);
+    life.drain_timer.data = &life;
+    add_signal(&life, &life.sigterm, on_stop_signal, SIGTERM);
+    add_signal(&life, &life.sigint, on_stop_signal, SIGINT);
+    add_signal(&life, &life.sighup, on_hangup, SIGHUP);
+
+    int exit_status = 0;
+    if (start(&life, &err) == DKV_OK) {
+        uv_run(&life.loop, UV_RUN_DEFAULT);
+        if (*config->port_file != '\0')
+            unlink(config->port_file);
+        dkv_log(DKV_LOG_INFO, "stopped");
+    } else {
+        dkv_log(DKV_LOG_ERROR, "cannot start: %s", err.text);
+        exit_status = EXIT_START;
+    }
+    stop(&life);
+    return exit_status;
+}

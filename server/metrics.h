@@ -1,0 +1,95 @@
+/* What the daemon counts, as Prometheus text and as the protocol's statistics.
+ *
+ * Every series exists from the start, at 0: an absent counter and a counter that never moved must
+ * not look alike.
+ *
+ * Thread  loop only; what the engine's thread measures travels in the job.
+ * Unit    nanoseconds inside, seconds in Prometheus text.
+ */
+#ifndef DKV_SERVER_METRICS_H
+#define DKV_SERVER_METRICS_H
+
+#include "proto/oip.h"
+
+#include <stdio.h>
+
+/* How an inference request ended: each ends in exactly one. */
+enum dkv_outcome {
+    DKV_OUTCOME_OK = 0,
+    DKV_OUTCOME_INVALID,   /* the caller has to change the request */
+    DKV_OUTCOME_BUSY,      /* refused: a bound of the queue */
+    DKV_OUTCOME_TIMEOUT,   /* its deadline passed */
+    DKV_OUTCOME_CANCELLED, /* the client went away */
+    DKV_OUTCOME_DRAINING,  /* refused: shutting down */
+    DKV_OUTCOME_FAILED,    /* our side */
+    DKV_OUTCOMES,
+};
+
+/* Why a connection was closed or a request was refused before it was read. */
+enum dkv_refusal {
+    DKV_REFUSAL_FRAMING = 0, /* the request's limits are ambiguous or malformed */
+    DKV_REFUSAL_AUTH,        /* token missing or wrong */
+    DKV_REFUSAL_HOST,        /* Host or Origin of a browser's rebinding attack */
+    DKV_REFUSAL_SIZE,        /* above a size limit */
+    DKV_REFUSAL_HEADER_TIME, /* header too slow */
+    DKV_REFUSAL_BODY_TIME,   /* body too slow */
+    DKV_REFUSAL_REPLY_TIME,  /* reply not read */
+    DKV_REFUSALS,
+};
+
+#define DKV_HISTOGRAM_BUCKETS_MAX 16
+
+struct dkv_histogram {
+    const double *bounds; /* ascending upper bounds, inclusive */
+    unsigned n_bounds;
+    uint64_t counts[DKV_HISTOGRAM_BUCKETS_MAX + 1]; /* the last: above every bound */
+    double sum;
+};
+
+struct dkv_metrics {
+    char backend[64];
+    uint64_t requests[DKV_OUTCOMES];
+    uint64_t refusals[DKV_REFUSALS];
+    uint64_t responses[5]; /* by first digit of the HTTP status, 1xx first */
+    uint64_t connections_total;
+    uint64_t connections_closed;
+    uint64_t bytes_in;
+    uint64_t tokens_in;
+    uint64_t tokens_kept;
+    struct dkv_histogram queue_seconds;
+    struct dkv_histogram compute_seconds;
+    struct dkv_histogram request_seconds;
+    struct dkv_histogram batch_items;
+    struct dkv_histogram batch_tokens;
+    struct dkv_oip_stats stats; /* the protocol's: its blocks and batches are counted there */
+};
+
+/* Values that are looked up when asked for. */
+struct dkv_gauges {
+    uint64_t queue_requests;
+    uint64_t running_requests;
+    uint64_t body_bytes;
+    uint64_t body_limit_bytes;
+    uint64_t connections;
+    uint64_t scratch_bytes;
+    bool ready;
+};
+
+void dkv_metrics_init(struct dkv_metrics *metrics, const char *backend);
+
+void dkv_histogram_add(struct dkv_histogram *histogram, double value);
+
+/* Counts an inference that ended; durations of stages it never reached are 0. */
+struct dkv_timing {
+    uint64_t total_ns, queue_ns, input_ns, compute_ns, output_ns;
+};
+void dkv_metrics_request(struct dkv_metrics *metrics, enum dkv_outcome outcome,
+                         const struct dkv_timing *timing);
+
+enum dkv_outcome dkv_outcome_of(enum dkv_status status);
+
+/* Prometheus text format 0.0.4. `nv_names`: also the names that perf_analyzer reads. */
+void dkv_metrics_write(const struct dkv_metrics *metrics, const struct dkv_gauges *gauges,
+                       bool nv_names, FILE *out);
+
+#endif

@@ -1,0 +1,37 @@
+/* What the parts of the daemon share: one struct, made by main() and handed to each.
+ *
+ * Owner   main() owns everything in it.
+ * Thread  loop.
+ */
+#ifndef DKV_SERVER_SERVER_H
+#define DKV_SERVER_SERVER_H
+
+#include "server/auth.h"
+#include "server/backend.h"
+#include "server/body.h"
+#include "server/config.h"
+#include "server/log.h"
+#include "server/metrics.h"
+
+struct dkv_http;
+
+struct dkv_server {
+    const struct dkv_config *config;
+    uv_loop_t *loop;
+    struct dkv_auth auth;
+    struct dkv_metrics metrics;
+    struct dkv_body_pool bodies;
+    struct dkv_backend *backend;
+    struct dkv_http *http;
+    struct dkv_oip_facts facts; /* its strings are in engine_info */
+    struct dkv_engine_info engine_info;
+    struct dkv_log_limit client_log; /* lines that clients can cause */
+    unsigned n_accepted;             /* inference requests accepted and not answered yet */
+    bool draining;
+};
+
+/* Serves until a signal ends it; the exit status of the process: 0 if every accepted request was
+ * answered. */
+int dkv_server_run(const struct dkv_config *config);
+
+#endif
