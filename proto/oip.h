@@ -224,7 +224,7 @@ struct dkv_oip_call {
 };
 
 /* `request` must have passed the gate. Outputs are asked for in binary form; only parameters in
- * request->params.set are sent. `id` may be NULL.
+ * request->params.set are sent. `id` is printable ASCII of up to DKV_OIP_ID_BYTES_MAX, or NULL.
  *
  * UNSUPPORTED  what has no form in the protocol: blocks of unequal shapes, types, scales or
  *              sink_logits; pages; valid_from above 0; device memory. */

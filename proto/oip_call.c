@@ -126,6 +126,18 @@ static enum dkv_status check_form(const struct dkv_request *request, struct dkv_
     return DKV_OK;
 }
 
+static enum dkv_status check_id(const char *id, struct dkv_error *err)
+{
+    size_t n = 0;
+
+    while (id != NULL && id[n] >= 0x20 && id[n] < 0x7f && n <= DKV_OIP_ID_BYTES_MAX)
+        n++;
+    if (id == NULL || (id[n] == '\0' && n <= DKV_OIP_ID_BYTES_MAX))
+        return DKV_OK;
+    return dkv_error_set(err, DKV_E_INVALID, "id: not 0..%u printable ASCII characters",
+                         DKV_OIP_ID_BYTES_MAX);
+}
+
 /* ---- The head ------------------------------------------------------------------------------- */
 
 static json_t *parameters_json(const struct dkv_params *params)
@@ -137,10 +149,10 @@ static json_t *parameters_json(const struct dkv_params *params)
         const struct dkv_value value = dkv_params_get(params, id);
         if (!dkv_params_has(params, id))
             continue;
-        (void)json_object_set_new(object, dkv_param_info(id)->name,
-                                  value.kind == DKV_VALUE_INT    ? json_integer(value.integer)
-                                  : value.kind == DKV_VALUE_REAL ? json_real(value.real)
-                                                                 : json_string(value.string));
+        dkv_json_set(&object, dkv_param_info(id)->name,
+                     value.kind == DKV_VALUE_INT    ? json_integer(value.integer)
+                     : value.kind == DKV_VALUE_REAL ? json_real(value.real)
+                                                    : json_string(value.string));
     }
     return object;
 }
@@ -157,7 +169,7 @@ static json_t *input_json(const struct dkv_request *request, const struct part *
     json_t *parameters = json_pack("{s:I}", "binary_data_size", n_bytes);
 
     if (view.scale != 0 && view.scale != 1 && view.head_scales == NULL)
-        (void)json_object_set_new(parameters, "scale", json_real((double)view.scale));
+        dkv_json_set(&parameters, "scale", json_real((double)view.scale));
     return json_pack("{s:s, s:s, s:o, s:o}", "name", dkv_oip_input_table[part->input].name,
                      "datatype", dkv_dtype_name(part->dtype), "shape", shape, "parameters",
                      parameters);
@@ -169,9 +181,8 @@ static json_t *outputs_json(bool want_scores)
 
     for (int i = 0; i < DKV_OIP_OUTPUTS; i++)
         if (i == DKV_OIP_KEEP_INDICES || want_scores)
-            (void)json_array_append_new(list,
-                                        json_pack("{s:s, s:{s:b}}", "name", dkv_oip_output_names[i],
-                                                  "parameters", "binary_data", true));
+            dkv_json_append(&list, json_pack("{s:s, s:{s:b}}", "name", dkv_oip_output_names[i],
+                                             "parameters", "binary_data", true));
     return list;
 }
 
@@ -179,23 +190,21 @@ enum dkv_status dkv_oip_call_encode(const struct dkv_request *request, const cha
                                     struct dkv_oip_call *call_out, struct dkv_error *err)
 {
     struct dkv_oip_call call = {.request = request};
-    enum dkv_status status = check_form(request, err);
+    enum dkv_status status;
     struct part part;
 
-    if (status != DKV_OK)
+    if ((status = check_form(request, err)) != DKV_OK || (status = check_id(id, err)) != DKV_OK)
         return status;
     json_t *inputs = json_array();
     for (int i = 0; i < DKV_OIP_INPUTS; i++)
         if (part_of(request, (enum dkv_oip_input)i, &part)) {
             call.binary_bytes += block_bytes(&part) * part.n_blocks;
-            (void)json_array_append_new(inputs, input_json(request, &part));
+            dkv_json_append(&inputs, input_json(request, &part));
         }
     json_t *root = json_pack("{s:o, s:o, s:o}", "parameters", parameters_json(&request->params),
                              "inputs", inputs, "outputs", outputs_json(request->want_scores));
-    if (root != NULL && id != NULL && json_object_set_new(root, "id", json_string(id)) != 0) {
-        json_decref(root);
-        return dkv_error_set(err, DKV_E_INVALID, "id: the text is not UTF-8");
-    }
+    if (id != NULL)
+        dkv_json_set(&root, "id", json_string(id));
     status = dkv_json_print(root, &call.head);
     if (status != DKV_OK)
         return dkv_error_set(err, status, "no memory for the request");

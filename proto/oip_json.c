@@ -68,8 +68,13 @@ static enum dkv_status refuse(const json_error_t *why, struct dkv_error *err)
 {
     const char *what;
 
+    /* jansson 2.14 says nothing when a node cannot be allocated. (Where its lexer cannot allocate a
+     * string it reports a bad token, which cannot be told from one.) */
+    if (why->text[0] == '\0')
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory to read the JSON");
     switch (json_error_code(why)) {
-    case json_error_out_of_memory: return dkv_error_set(err, DKV_E_NOMEM, "JSON: out of memory");
+    case json_error_out_of_memory:
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory to read the JSON");
     case json_error_premature_end_of_input: what = "ends too early"; break;
     case json_error_end_of_input_expected: what = "goes on after its end"; break;
     case json_error_invalid_utf8: what = "is not UTF-8"; break;
@@ -104,6 +109,26 @@ enum dkv_status dkv_json_load(const char *bytes, size_t n_bytes, json_t **root_o
     }
     *root_out = root;
     return DKV_OK;
+}
+
+/* ---- Building and printing ------------------------------------------------------------------- */
+
+static void drop_if(bool failed, json_t **container)
+{
+    if (failed) {
+        json_decref(*container);
+        *container = NULL;
+    }
+}
+
+void dkv_json_append(json_t **list, json_t *value)
+{
+    drop_if(json_array_append_new(*list, value) != 0, list);
+}
+
+void dkv_json_set(json_t **object, const char *key, json_t *value)
+{
+    drop_if(json_object_set_new(*object, key, value) != 0, object);
 }
 
 enum dkv_status dkv_json_print(json_t *document, struct dkv_oip_text *out)

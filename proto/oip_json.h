@@ -19,6 +19,11 @@
 enum dkv_status dkv_json_load(const char *bytes, size_t n_bytes, json_t **root_out,
                               struct dkv_error *err);
 
+/* Building: once memory has run out anywhere, *list or *object is NULL, stays NULL, and makes what
+ * contains it NULL; so only dkv_json_print() looks. Both take the value's reference. */
+void dkv_json_append(json_t **list, json_t *value);
+void dkv_json_set(json_t **object, const char *key, json_t *value);
+
 /* Prints a document and drops the reference; a NULL document (jansson ran out of memory while it
  * was built) gives NOMEM. */
 enum dkv_status dkv_json_print(json_t *document, struct dkv_oip_text *out);

@@ -18,10 +18,10 @@ enum dkv_status dkv_oip_server_metadata(const struct dkv_oip_facts *facts, struc
     json_t *list = json_array();
 
     for (size_t i = 0; i < sizeof(extensions) / sizeof(extensions[0]); i++)
-        (void)json_array_append_new(list, json_string(extensions[i]));
+        dkv_json_append(&list, json_string(extensions[i]));
     if (facts->shm) {
-        (void)json_array_append_new(list, json_string("system_shared_memory"));
-        (void)json_array_append_new(list, json_string("cuda_shared_memory"));
+        dkv_json_append(&list, json_string("system_shared_memory"));
+        dkv_json_append(&list, json_string("cuda_shared_memory"));
     }
     return dkv_json_print(json_pack("{s:s, s:s, s:o}", "name", "dropkvd", "version", facts->version,
                                     "extensions", list),
@@ -35,7 +35,7 @@ static json_t *metadata_tensor(const char *name, const char *datatype, unsigned 
     json_t *shape = json_array();
 
     for (unsigned i = 0; i < n_dims; i++)
-        (void)json_array_append_new(shape, json_integer(DYNAMIC));
+        dkv_json_append(&shape, json_integer(DYNAMIC));
     return json_pack("{s:s, s:s, s:o}", "name", name, "datatype", datatype, "shape", shape);
 }
 
@@ -45,13 +45,12 @@ enum dkv_status dkv_oip_model_metadata(const struct dkv_oip_facts *facts, struct
 
     for (int i = 0; i < DKV_OIP_INPUTS; i++)
         if (dkv_oip_input_table[i].required)
-            (void)json_array_append_new(inputs, metadata_tensor(dkv_oip_input_table[i].name,
-                                                                dkv_dtype_name(facts->dtype),
-                                                                dkv_oip_input_table[i].n_dims));
+            dkv_json_append(&inputs, metadata_tensor(dkv_oip_input_table[i].name,
+                                                     dkv_dtype_name(facts->dtype),
+                                                     dkv_oip_input_table[i].n_dims));
     for (int i = 0; i < DKV_OIP_OUTPUTS; i++)
-        (void)json_array_append_new(
-            outputs, metadata_tensor(dkv_oip_output_names[i],
-                                     i == DKV_OIP_KEEP_INDICES ? "INT32" : "FP32", 3));
+        dkv_json_append(&outputs, metadata_tensor(dkv_oip_output_names[i],
+                                                  i == DKV_OIP_KEEP_INDICES ? "INT32" : "FP32", 3));
     return dkv_json_print(json_pack("{s:s, s:[s], s:s, s:o, s:o, s:{s:s, s:s}}", "name",
                                     DKV_OIP_MODEL, "versions", DKV_OIP_MODEL_VERSION, "platform",
                                     "dropkvd", "inputs", inputs, "outputs", outputs, "parameters",
@@ -67,7 +66,7 @@ static json_t *config_tensor(const char *name, const char *datatype, unsigned n_
     json_t *dims = json_array();
 
     for (unsigned i = 1; i < n_dims; i++)
-        (void)json_array_append_new(dims, json_integer(DYNAMIC));
+        dkv_json_append(&dims, json_integer(DYNAMIC));
     return json_pack("{s:s, s:s+, s:o, s:b}", "name", name, "data_type", "TYPE_", datatype, "dims",
                      dims, "is_shape_tensor", false);
 }
@@ -79,8 +78,7 @@ static json_t *config_parameters(void)
 
     for (int i = 0; i < DKV_PARAM_COUNT; i++) {
         const struct dkv_param_info *info = dkv_param_info((enum dkv_param_id)i);
-        (void)json_object_set_new(parameters, info->name,
-                                  json_pack("{s:s}", "string_value", info->range));
+        dkv_json_set(&parameters, info->name, json_pack("{s:s}", "string_value", info->range));
     }
     return parameters;
 }
@@ -91,13 +89,12 @@ enum dkv_status dkv_oip_model_config(const struct dkv_oip_facts *facts, struct d
 
     for (int i = 0; i < DKV_OIP_INPUTS; i++)
         if (dkv_oip_input_table[i].required)
-            (void)json_array_append_new(inputs, config_tensor(dkv_oip_input_table[i].name,
-                                                              dkv_dtype_name(facts->dtype),
-                                                              dkv_oip_input_table[i].n_dims));
+            dkv_json_append(&inputs,
+                            config_tensor(dkv_oip_input_table[i].name, dkv_dtype_name(facts->dtype),
+                                          dkv_oip_input_table[i].n_dims));
     for (int i = 0; i < DKV_OIP_OUTPUTS; i++)
-        (void)json_array_append_new(outputs,
-                                    config_tensor(dkv_oip_output_names[i],
-                                                  i == DKV_OIP_KEEP_INDICES ? "INT32" : "FP32", 3));
+        dkv_json_append(&outputs, config_tensor(dkv_oip_output_names[i],
+                                                i == DKV_OIP_KEEP_INDICES ? "INT32" : "FP32", 3));
     return dkv_json_print(
         json_pack("{s:s, s:s, s:s, s:{s:{s:i}}, s:I, s:o, s:o, s:{s:i}, s:o}", "name",
                   DKV_OIP_MODEL, "platform", "dropkvd", "backend", facts->backend, "version_policy",
@@ -125,11 +122,10 @@ static json_t *batch_stats(const struct dkv_oip_stats *stats)
 
     for (size_t i = 0; i < stats->n_batches; i++) {
         const struct dkv_oip_batch_stats *b = &stats->batches[i];
-        (void)json_array_append_new(list, json_pack("{s:o, s:o, s:o, s:o}", "batch_size",
-                                                    count(b->batch_size), "compute_input",
-                                                    duration(&b->compute_input), "compute_infer",
-                                                    duration(&b->compute_infer), "compute_output",
-                                                    duration(&b->compute_output)));
+        dkv_json_append(&list, json_pack("{s:o, s:o, s:o, s:o}", "batch_size", count(b->batch_size),
+                                         "compute_input", duration(&b->compute_input),
+                                         "compute_infer", duration(&b->compute_infer),
+                                         "compute_output", duration(&b->compute_output)));
     }
     return list;
 }

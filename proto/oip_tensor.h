@@ -1,4 +1,4 @@
-/* One input tensor of an infer request. Private to proto/oip*.c. */
+/* The tensors of an infer request, between the files that read it. Private to proto/oip*.c. */
 #ifndef DKV_PROTO_OIP_TENSOR_H
 #define DKV_PROTO_OIP_TENSOR_H
 
@@ -21,5 +21,8 @@ enum dkv_status dkv_oip_tensor_parse(const json_t *input, struct dkv_oip_infer *
 /* Writes the numbers of a `data` array, nested or flat, that dkv_oip_tensor_parse() has accepted.
  */
 void dkv_oip_tensor_convert(const json_t *data, float *to);
+
+/* Bytes of side memory that inputs[input] takes, a multiple of its alignment. */
+uint64_t dkv_oip_side_need(const struct dkv_oip_infer *infer, int input);
 
 #endif

@@ -1,139 +1,22 @@
-/* The parameter table, and everything that is read off it.
- *
- * A parameter is one row of `rows`: its name, what it holds, where it lives in dkv_params and which
- * values it may take. Setters, getters, range checks, help texts and the metadata of the server all
- * walk that table, so a new parameter is one enum value, one field and one row.
- *
- * Enumerations are stored as the index of their word. Every enum of params.h counts from 0 without
- * gaps, which makes the word list the whole definition of such a type.
- */
-#include "proto/params.h"
+/* Setting, resolving and judging parameters: everything here walks the table of params_table.c. */
+#include "proto/params_table.h"
 
 #include <assert.h>
 #include <errno.h>
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
-enum field { FIELD_WORD, FIELD_INT, FIELD_REAL, FIELD_TEXT };
-
-struct row {
-    struct dkv_param_info info;
-    enum field field;
-    size_t offset;            /* in dkv_params */
-    const char *const *words; /* FIELD_WORD: NULL-terminated, indexed by the enum's value */
-    double lo, hi;            /* FIELD_INT, FIELD_REAL: allowed range, both ends included */
-    bool or_zero;             /* ... and 0, which means "off" */
-};
-
-static const char *const profile_words[] = {"paper", "author", "kvpress", NULL};
-static const char *const policy_words[] = {"dropkv", NULL};
-static const char *const pool_words[] = {"none", "max", "avg", NULL};
-static const char *const pool_scope_words[] = {"all", "prefix", NULL};
-static const char *const p_round_words[] = {"none", "input", NULL};
-static const char *const gqa_words[] = {"mean", "max", "sum", NULL};
-static const char *const on_conflict_words[] = {"protect", "budget", "error", NULL};
-static const char *const nonfinite_words[] = {"error", "mask", NULL};
-
-/* Counts of tokens may exceed what a block can hold (a budget larger than the prompt keeps it all),
- * but not what an index can name. */
-#define COUNT_MAX   2147483647.0
-#define COUNT_RANGE "2147483647"
-
-/* 2^53, the last integer that every JSON reader keeps exact. */
-#define TIMEOUT_MAX   9007199254740992.0
-#define TIMEOUT_RANGE "9007199254740992"
-
-#define WORD(ID, member, range, help)                                                 \
-    [DKV_PARAM_##ID] = {{DKV_PARAM_##ID, #member, DKV_VALUE_STRING, range, "", help}, \
-                        FIELD_WORD,                                                   \
-                        offsetof(struct dkv_params, member),                          \
-                        member##_words,                                               \
-                        0,                                                            \
-                        0,                                                            \
-                        false}
-#define NUMBER(ID, member, value_kind, field_kind, lo, hi, or_zero, range, unit, help) \
-    [DKV_PARAM_##ID] = {{DKV_PARAM_##ID, #member, value_kind, range, unit, help},      \
-                        field_kind,                                                    \
-                        offsetof(struct dkv_params, member),                           \
-                        NULL,                                                          \
-                        lo,                                                            \
-                        hi,                                                            \
-                        or_zero}
-#define INT(ID, member, lo, hi, range, unit, help) \
-    NUMBER(ID, member, DKV_VALUE_INT, FIELD_INT, lo, hi, false, range, unit, help)
-#define REAL(ID, member, lo, hi, or_zero, range, help) \
-    NUMBER(ID, member, DKV_VALUE_REAL, FIELD_REAL, lo, hi, or_zero, range, "", help)
-
-/* clang-format off */
-static const struct row rows[DKV_PARAM_COUNT] = {
-    WORD(PROFILE, profile, "paper | author | kvpress",
-         "Set of defaults: the paper's method, or a published code's with its singular behaviour."),
-    WORD(POLICY, policy, "dropkv",
-         "Rule that scores the tokens."),
-    INT(WINDOW, window, 1, DKV_WINDOW_MAX, "1..512", "query rows",
-        "Last query rows that observe the cache."),
-    WORD(POOL, pool, "none | max | avg",
-         "Pooling of the scores along the sequence."),
-    INT(KERNEL, kernel, 1, DKV_KERNEL_MAX, "odd, 1..511", "tokens",
-        "Width of the pooling."),
-    WORD(POOL_SCOPE, pool_scope, "all | prefix",
-         "Pool over all tokens, or over the unprotected prefix only."),
-    REAL(EPS, eps, 1e-12, 1, true, "0 or 1e-12..1",
-         "Added to 1-p in the denominator; 0 takes the exact leave-one-out form."),
-    WORD(P_ROUND, p_round, "none | input",
-         "Round probabilities to the type of the queries before use, as the published code does."),
-    WORD(GQA, gqa, "mean | max | sum",
-         "How the query heads of a GQA group are combined."),
-    INT(SINKS, sinks, 0, COUNT_MAX, "0.." COUNT_RANGE, "tokens",
-        "First tokens that are protected."),
-    INT(RECENT, recent, 0, COUNT_MAX, "0.." COUNT_RANGE, "tokens",
-        "Last tokens that are protected; by default as many as `window`."),
-    REAL(KEEP_RATIO, keep_ratio, 0, 1, false, "0..1",
-         "Budget: share of the tokens to keep."),
-    REAL(COMPRESSION_RATIO, compression_ratio, 0, 1, false, "0..1",
-         "Budget: share of the tokens to drop."),
-    INT(KEEP_TOKENS, keep_tokens, 0, COUNT_MAX, "0.." COUNT_RANGE, "tokens",
-        "Budget: tokens to keep per KV head."),
-    INT(TOTAL_TOKENS, total_tokens, 1, COUNT_MAX, "1.." COUNT_RANGE, "tokens",
-        "What keep_ratio is a share of, when tokens were dropped before; by default those stored."),
-    INT(MAX_KEEP_TOKENS, max_keep_tokens, 1, COUNT_MAX, "1.." COUNT_RANGE, "tokens",
-        "Upper bound of what is kept, stronger than protection."),
-    WORD(ON_CONFLICT, on_conflict, "protect | budget | error",
-         "What wins when the budget is smaller than the protected tokens."),
-    REAL(SCALE, scale, 1e-6, 1e6, false, "1e-6..1e6",
-         "Factor of the logits; by default 1/sqrt(head_dim)."),
-    REAL(LOGIT_SOFTCAP, logit_softcap, 1e-3, 1e6, true, "0 or 1e-3..1e6",
-         "Logits become c*tanh(z/c); 0 leaves them alone."),
-    WORD(NONFINITE, nonfinite, "error | mask",
-         "NaN or Inf in the input: refuse the request, or hide the token."),
-    INT(LAYER, layer, 0, COUNT_MAX, "0.." COUNT_RANGE, "",
-        "Layer of the model the block comes from; named in errors and logs."),
-    [DKV_PARAM_STREAM] = {{DKV_PARAM_STREAM, "stream", DKV_VALUE_STRING,
-                           "1..64 letters, digits or ._:-", "",
-                           "Name of the caller's stream; named in logs."},
-                          FIELD_TEXT, offsetof(struct dkv_params, stream), NULL, 0, 0, false},
-    INT(PRIORITY, priority, 0, COUNT_MAX, "0.." COUNT_RANGE, "",
-        "1 is served first; 0 and levels the server does not have mean its default."),
-    INT(TIMEOUT, timeout, 0, TIMEOUT_MAX, "0.." TIMEOUT_RANGE, "us",
-        "Longest wait for an answer; 0 leaves it to the server."),
-};
-/* clang-format on */
-
-static_assert(sizeof(enum dkv_pool) == sizeof(unsigned), "FIELD_WORD stores an unsigned");
-static_assert(DKV_PARAM_COUNT <= 64, "dkv_params.set has 64 bits");
-
-static void *field_of(struct dkv_params *params, const struct row *row)
+static void *field_of(struct dkv_params *params, const struct dkv_param_row *row)
 {
     return (char *)params + row->offset;
 }
 
-static const void *const_field_of(const struct dkv_params *params, const struct row *row)
+static const void *const_field_of(const struct dkv_params *params, const struct dkv_param_row *row)
 {
     return (const char *)params + row->offset;
 }
 
-static size_t n_words(const struct row *row)
+static size_t n_words(const struct dkv_param_row *row)
 {
     size_t n = 0;
     while (row->words[n] != NULL)
@@ -146,13 +29,13 @@ static size_t n_words(const struct row *row)
 const struct dkv_param_info *dkv_param_info(enum dkv_param_id id)
 {
     assert((unsigned)id < DKV_PARAM_COUNT);
-    return &rows[id].info;
+    return &dkv_param_rows[id].info;
 }
 
 bool dkv_param_find(const char *name, enum dkv_param_id *id_out)
 {
     for (size_t i = 0; i < DKV_PARAM_COUNT; i++)
-        if (strcmp(rows[i].info.name, name) == 0) {
+        if (strcmp(dkv_param_rows[i].info.name, name) == 0) {
             *id_out = (enum dkv_param_id)i;
             return true;
         }
@@ -161,7 +44,7 @@ bool dkv_param_find(const char *name, enum dkv_param_id *id_out)
 
 static const char *word_or_unknown(enum dkv_param_id id, unsigned value)
 {
-    return value < n_words(&rows[id]) ? rows[id].words[value] : "unknown";
+    return value < n_words(&dkv_param_rows[id]) ? dkv_param_rows[id].words[value] : "unknown";
 }
 
 const char *dkv_profile_name(enum dkv_profile profile)
@@ -186,14 +69,14 @@ void dkv_params_init(struct dkv_params *params)
     memset(params, 0, sizeof(*params));
 }
 
-static enum dkv_status wrong_type(const struct row *row, struct dkv_error *err)
+static enum dkv_status wrong_type(const struct dkv_param_row *row, struct dkv_error *err)
 {
     static const char *const wanted[] = {"one of", "a whole number", "a number", "a text of"};
     return dkv_error_set(err, DKV_E_INVALID, "%s: wrong type, needs %s %s", row->info.name,
                          wanted[row->field], row->info.range);
 }
 
-static enum dkv_status set_word(const struct row *row, unsigned *field, const char *word,
+static enum dkv_status set_word(const struct dkv_param_row *row, unsigned *field, const char *word,
                                 struct dkv_error *err)
 {
     char shown[DKV_SHOWN_NAME_BYTES];
@@ -207,27 +90,27 @@ static enum dkv_status set_word(const struct row *row, unsigned *field, const ch
                          dkv_show_name(shown, word), row->info.range);
 }
 
-static enum dkv_status set_field(struct dkv_params *params, const struct row *row,
+static enum dkv_status set_field(struct dkv_params *params, const struct dkv_param_row *row,
                                  const struct dkv_value *value, struct dkv_error *err)
 {
     void *field = field_of(params, row);
 
     switch (row->field) {
-    case FIELD_WORD:
+    case DKV_FIELD_WORD:
         if (value->kind != DKV_VALUE_STRING)
             return wrong_type(row, err);
         return set_word(row, field, value->string, err);
-    case FIELD_INT:
+    case DKV_FIELD_INT:
         if (value->kind != DKV_VALUE_INT)
             return wrong_type(row, err);
         *(int64_t *)field = value->integer;
         return DKV_OK;
-    case FIELD_REAL:
+    case DKV_FIELD_REAL:
         if (value->kind != DKV_VALUE_REAL && value->kind != DKV_VALUE_INT)
             return wrong_type(row, err);
         *(double *)field = value->kind == DKV_VALUE_INT ? (double)value->integer : value->real;
         return DKV_OK;
-    case FIELD_TEXT: break;
+    case DKV_FIELD_TEXT: break;
     }
     if (value->kind != DKV_VALUE_STRING)
         return wrong_type(row, err);
@@ -263,15 +146,15 @@ static unsigned edit_distance(const char *a, const char *b)
 static enum dkv_status unknown_name(const char *name, struct dkv_error *err)
 {
     char shown[DKV_SHOWN_NAME_BYTES];
-    const struct row *nearest = &rows[0];
+    const struct dkv_param_row *nearest = &dkv_param_rows[0];
     unsigned least = UINT32_MAX;
 
     dkv_show_name(shown, name);
     for (size_t i = 0; i < DKV_PARAM_COUNT; i++) {
-        const unsigned distance = edit_distance(shown, rows[i].info.name);
+        const unsigned distance = edit_distance(shown, dkv_param_rows[i].info.name);
         if (distance < least) {
             least = distance;
-            nearest = &rows[i];
+            nearest = &dkv_param_rows[i];
         }
     }
     return dkv_error_set(err, DKV_E_INVALID, "unknown parameter '%s', the nearest one is %s", shown,
@@ -284,7 +167,8 @@ static enum dkv_status find_unset(const struct dkv_params *params, const char *n
     if (!dkv_param_find(name, id_out))
         return unknown_name(name, err);
     if (dkv_params_has(params, *id_out))
-        return dkv_error_set(err, DKV_E_INVALID, "%s: given twice", rows[*id_out].info.name);
+        return dkv_error_set(err, DKV_E_INVALID, "%s: given twice",
+                             dkv_param_rows[*id_out].info.name);
     return DKV_OK;
 }
 
@@ -295,7 +179,7 @@ enum dkv_status dkv_params_set(struct dkv_params *params, const char *name, stru
     enum dkv_status status = find_unset(params, name, &id, err);
 
     if (status == DKV_OK)
-        status = set_field(params, &rows[id], &value, err);
+        status = set_field(params, &dkv_param_rows[id], &value, err);
     if (status == DKV_OK)
         params->set |= UINT64_C(1) << id;
     return status;
@@ -326,24 +210,24 @@ enum dkv_status dkv_params_set_text(struct dkv_params *params, const char *name,
 
     if (status != DKV_OK)
         return status;
-    value.kind = rows[id].info.kind;
+    value.kind = dkv_param_rows[id].info.kind;
     if ((value.kind == DKV_VALUE_INT && !text_to_int(text, &value.integer)) ||
         (value.kind == DKV_VALUE_REAL && !text_to_real(text, &value.real)))
-        return wrong_type(&rows[id], err);
+        return wrong_type(&dkv_param_rows[id], err);
     return dkv_params_set(params, name, value, err);
 }
 
 struct dkv_value dkv_params_get(const struct dkv_params *params, enum dkv_param_id id)
 {
-    const struct row *row = &rows[id];
+    const struct dkv_param_row *row = &dkv_param_rows[id];
     const void *field = const_field_of(params, row);
     struct dkv_value value = {.kind = row->info.kind};
 
     switch (row->field) {
-    case FIELD_WORD: value.string = word_or_unknown(id, *(const unsigned *)field); break;
-    case FIELD_INT: value.integer = *(const int64_t *)field; break;
-    case FIELD_REAL: value.real = *(const double *)field; break;
-    case FIELD_TEXT: value.string = field; break;
+    case DKV_FIELD_WORD: value.string = word_or_unknown(id, *(const unsigned *)field); break;
+    case DKV_FIELD_INT: value.integer = *(const int64_t *)field; break;
+    case DKV_FIELD_REAL: value.real = *(const double *)field; break;
+    case DKV_FIELD_TEXT: value.string = field; break;
     }
     return value;
 }
@@ -380,8 +264,8 @@ void dkv_params_resolve(struct dkv_params *params)
         static const size_t bytes[] = {sizeof(unsigned), sizeof(int64_t), sizeof(double),
                                        DKV_STREAM_NAME_MAX + 1};
         if (dkv_params_has(params, (enum dkv_param_id)i))
-            memcpy(field_of(&filled, &rows[i]), const_field_of(params, &rows[i]),
-                   bytes[rows[i].field]);
+            memcpy(field_of(&filled, &dkv_param_rows[i]),
+                   const_field_of(params, &dkv_param_rows[i]), bytes[dkv_param_rows[i].field]);
     }
     if (!dkv_params_has(params, DKV_PARAM_RECENT))
         filled.recent = filled.window;
@@ -390,13 +274,15 @@ void dkv_params_resolve(struct dkv_params *params)
 
 /* ---- Ranges --------------------------------------------------------------------------------- */
 
-static enum dkv_status out_of_range(const struct row *row, const char *shown, struct dkv_error *err)
+static enum dkv_status out_of_range(const struct dkv_param_row *row, const char *shown,
+                                    struct dkv_error *err)
 {
     return dkv_error_set(err, DKV_E_INVALID, "%s: %s is outside %s", row->info.name, shown,
                          row->info.range);
 }
 
-static enum dkv_status check_int(const struct row *row, int64_t value, struct dkv_error *err)
+static enum dkv_status check_int(const struct dkv_param_row *row, int64_t value,
+                                 struct dkv_error *err)
 {
     if (value >= (int64_t)row->lo && value <= (int64_t)row->hi)
         return DKV_OK;
@@ -404,7 +290,8 @@ static enum dkv_status check_int(const struct row *row, int64_t value, struct dk
                          (long long)value, row->info.range);
 }
 
-static enum dkv_status check_real(const struct row *row, double value, struct dkv_error *err)
+static enum dkv_status check_real(const struct dkv_param_row *row, double value,
+                                  struct dkv_error *err)
 {
     if ((value >= row->lo && value <= row->hi) || (row->or_zero && value == 0))
         return DKV_OK; /* NaN compares false with everything */
@@ -412,7 +299,8 @@ static enum dkv_status check_real(const struct row *row, double value, struct dk
                          row->info.range);
 }
 
-static enum dkv_status check_text(const struct row *row, const char *text, struct dkv_error *err)
+static enum dkv_status check_text(const struct dkv_param_row *row, const char *text,
+                                  struct dkv_error *err)
 {
     static const char allowed[] = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
                                   "0123456789._:-";
@@ -426,19 +314,19 @@ static enum dkv_status check_text(const struct row *row, const char *text, struc
                          row->info.range);
 }
 
-static enum dkv_status check_field(const struct dkv_params *params, const struct row *row,
+static enum dkv_status check_field(const struct dkv_params *params, const struct dkv_param_row *row,
                                    struct dkv_error *err)
 {
     const void *field = const_field_of(params, row);
 
     switch (row->field) {
-    case FIELD_WORD:
+    case DKV_FIELD_WORD:
         if (*(const unsigned *)field >= n_words(row))
             return out_of_range(row, "an unknown value", err);
         return DKV_OK;
-    case FIELD_INT: return check_int(row, *(const int64_t *)field, err);
-    case FIELD_REAL: return check_real(row, *(const double *)field, err);
-    case FIELD_TEXT: break;
+    case DKV_FIELD_INT: return check_int(row, *(const int64_t *)field, err);
+    case DKV_FIELD_REAL: return check_real(row, *(const double *)field, err);
+    case DKV_FIELD_TEXT: break;
     }
     return check_text(row, field, err);
 }
@@ -452,7 +340,7 @@ static bool optional(enum dkv_param_id id)
 
 static enum dkv_status check_one_budget(const struct dkv_params *params, struct dkv_error *err)
 {
-    const struct row *first = NULL;
+    const struct dkv_param_row *first = NULL;
 
     for (size_t i = DKV_PARAM_KEEP_RATIO; i <= DKV_PARAM_KEEP_TOKENS; i++) {
         if (!dkv_params_has(params, (enum dkv_param_id)i))
@@ -460,8 +348,8 @@ static enum dkv_status check_one_budget(const struct dkv_params *params, struct 
         if (first != NULL)
             return dkv_error_set(err, DKV_E_INVALID,
                                  "%s and %s: both given, at most one budget is allowed",
-                                 first->info.name, rows[i].info.name);
-        first = &rows[i];
+                                 first->info.name, dkv_param_rows[i].info.name);
+        first = &dkv_param_rows[i];
     }
     return DKV_OK;
 }
@@ -472,9 +360,10 @@ enum dkv_status dkv_params_check(const struct dkv_params *params, struct dkv_err
 
     for (size_t i = 0; i < DKV_PARAM_COUNT && status == DKV_OK; i++)
         if (dkv_params_has(params, (enum dkv_param_id)i) || !optional((enum dkv_param_id)i))
-            status = check_field(params, &rows[i], err);
+            status = check_field(params, &dkv_param_rows[i], err);
     if (status == DKV_OK && params->kernel % 2 == 0)
         return dkv_error_set(err, DKV_E_INVALID, "kernel: %lld is even, needs %s",
-                             (long long)params->kernel, rows[DKV_PARAM_KERNEL].info.range);
+                             (long long)params->kernel,
+                             dkv_param_rows[DKV_PARAM_KERNEL].info.range);
     return status;
 }

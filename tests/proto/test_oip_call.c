@@ -245,11 +245,20 @@ static void what_has_no_form_is_refused_before_sending(void **state)
     assert_unsupported("host memory");
 }
 
-static void an_id_that_is_not_utf8_is_refused(void **state)
+static void an_id_is_printable_ascii_of_bounded_length(void **state)
 {
+    static const char *const bad[] = {"\xff", "a\nb", "\x7f"};
+    char id[DKV_OIP_ID_BYTES_MAX + 2];
     struct dkv_oip_call call;
     (void)state;
-    assert_int_equal(dkv_oip_call_encode(&request, "\xff", &call, &err), DKV_E_INVALID);
+    for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++)
+        assert_int_equal(dkv_oip_call_encode(&request, bad[i], &call, &err), DKV_E_INVALID);
+    memset(id, 'i', sizeof(id));
+    id[DKV_OIP_ID_BYTES_MAX + 1] = '\0';
+    assert_int_equal(dkv_oip_call_encode(&request, id, &call, &err), DKV_E_INVALID);
+    id[DKV_OIP_ID_BYTES_MAX] = '\0';
+    assert_int_equal(dkv_oip_call_encode(&request, id, &call, &err), DKV_OK);
+    dkv_oip_call_fini(&call);
 }
 
 #define TEST(name) cmocka_unit_test_setup(name, setup)
@@ -262,7 +271,7 @@ int main(void)
         TEST(every_parameter_survives_the_way),
         TEST(fp8_scales_and_sinks_survive_the_way),
         TEST(what_has_no_form_is_refused_before_sending),
-        TEST(an_id_that_is_not_utf8_is_refused),
+        TEST(an_id_is_printable_ascii_of_bounded_length),
     };
     dkv_oip_init();
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -1,0 +1,105 @@
+/* One row per parameter, and the words of the enumerations.
+ *
+ * Enumerations are stored as the index of their word. Every enum of params.h counts from 0 without
+ * gaps, which makes the word list the whole definition of such a type.
+ */
+#include "proto/params_table.h"
+
+#include <assert.h>
+
+static const char *const profile_words[] = {"paper", "author", "kvpress", NULL};
+static const char *const policy_words[] = {"dropkv", NULL};
+static const char *const pool_words[] = {"none", "max", "avg", NULL};
+static const char *const pool_scope_words[] = {"all", "prefix", NULL};
+static const char *const p_round_words[] = {"none", "input", NULL};
+static const char *const gqa_words[] = {"mean", "max", "sum", NULL};
+static const char *const on_conflict_words[] = {"protect", "budget", "error", NULL};
+static const char *const nonfinite_words[] = {"error", "mask", NULL};
+
+/* Counts of tokens may exceed what a block can hold (a budget larger than the prompt keeps it all),
+ * but not what an index can name. */
+#define COUNT_MAX   2147483647.0
+#define COUNT_RANGE "2147483647"
+
+/* 2^53, the last integer that every JSON reader keeps exact. */
+#define TIMEOUT_MAX   9007199254740992.0
+#define TIMEOUT_RANGE "9007199254740992"
+
+#define WORD(ID, member, range, help)                                                 \
+    [DKV_PARAM_##ID] = {{DKV_PARAM_##ID, #member, DKV_VALUE_STRING, range, "", help}, \
+                        DKV_FIELD_WORD,                                               \
+                        offsetof(struct dkv_params, member),                          \
+                        member##_words,                                               \
+                        0,                                                            \
+                        0,                                                            \
+                        false}
+#define NUMBER(ID, member, value_kind, field_kind, lo, hi, or_zero, range, unit, help) \
+    [DKV_PARAM_##ID] = {{DKV_PARAM_##ID, #member, value_kind, range, unit, help},      \
+                        field_kind,                                                    \
+                        offsetof(struct dkv_params, member),                           \
+                        NULL,                                                          \
+                        lo,                                                            \
+                        hi,                                                            \
+                        or_zero}
+#define INT(ID, member, lo, hi, range, unit, help) \
+    NUMBER(ID, member, DKV_VALUE_INT, DKV_FIELD_INT, lo, hi, false, range, unit, help)
+#define REAL(ID, member, lo, hi, or_zero, range, help) \
+    NUMBER(ID, member, DKV_VALUE_REAL, DKV_FIELD_REAL, lo, hi, or_zero, range, "", help)
+
+/* clang-format off */
+const struct dkv_param_row dkv_param_rows[DKV_PARAM_COUNT] = {
+    WORD(PROFILE, profile, "paper | author | kvpress",
+         "Set of defaults: the paper's method, or a published code's with its singular behaviour."),
+    WORD(POLICY, policy, "dropkv",
+         "Rule that scores the tokens."),
+    INT(WINDOW, window, 1, DKV_WINDOW_MAX, "1..512", "query rows",
+        "Last query rows that observe the cache."),
+    WORD(POOL, pool, "none | max | avg",
+         "Pooling of the scores along the sequence."),
+    INT(KERNEL, kernel, 1, DKV_KERNEL_MAX, "odd, 1..511", "tokens",
+        "Width of the pooling."),
+    WORD(POOL_SCOPE, pool_scope, "all | prefix",
+         "Pool over all tokens, or over the unprotected prefix only."),
+    REAL(EPS, eps, 1e-12, 1, true, "0 or 1e-12..1",
+         "Added to 1-p in the denominator; 0 takes the exact leave-one-out form."),
+    WORD(P_ROUND, p_round, "none | input",
+         "Round probabilities to the type of the queries before use, as the published code does."),
+    WORD(GQA, gqa, "mean | max | sum",
+         "How the query heads of a GQA group are combined."),
+    INT(SINKS, sinks, 0, COUNT_MAX, "0.." COUNT_RANGE, "tokens",
+        "First tokens that are protected."),
+    INT(RECENT, recent, 0, COUNT_MAX, "0.." COUNT_RANGE, "tokens",
+        "Last tokens that are protected; by default as many as `window`."),
+    REAL(KEEP_RATIO, keep_ratio, 0, 1, false, "0..1",
+         "Budget: share of the tokens to keep."),
+    REAL(COMPRESSION_RATIO, compression_ratio, 0, 1, false, "0..1",
+         "Budget: share of the tokens to drop."),
+    INT(KEEP_TOKENS, keep_tokens, 0, COUNT_MAX, "0.." COUNT_RANGE, "tokens",
+        "Budget: tokens to keep per KV head."),
+    INT(TOTAL_TOKENS, total_tokens, 1, COUNT_MAX, "1.." COUNT_RANGE, "tokens",
+        "What keep_ratio is a share of, when tokens were dropped before; by default those stored."),
+    INT(MAX_KEEP_TOKENS, max_keep_tokens, 1, COUNT_MAX, "1.." COUNT_RANGE, "tokens",
+        "Upper bound of what is kept, stronger than protection."),
+    WORD(ON_CONFLICT, on_conflict, "protect | budget | error",
+         "What wins when the budget is smaller than the protected tokens."),
+    REAL(SCALE, scale, 1e-6, 1e6, false, "1e-6..1e6",
+         "Factor of the logits; by default 1/sqrt(head_dim)."),
+    REAL(LOGIT_SOFTCAP, logit_softcap, 1e-3, 1e6, true, "0 or 1e-3..1e6",
+         "Logits become c*tanh(z/c); 0 leaves them alone."),
+    WORD(NONFINITE, nonfinite, "error | mask",
+         "NaN or Inf in the input: refuse the request, or hide the token."),
+    INT(LAYER, layer, 0, COUNT_MAX, "0.." COUNT_RANGE, "",
+        "Layer of the model the block comes from; named in errors and logs."),
+    [DKV_PARAM_STREAM] = {{DKV_PARAM_STREAM, "stream", DKV_VALUE_STRING,
+                           "1..64 letters, digits or ._:-", "",
+                           "Name of the caller's stream; named in logs."},
+                          DKV_FIELD_TEXT, offsetof(struct dkv_params, stream), NULL, 0, 0, false},
+    INT(PRIORITY, priority, 0, COUNT_MAX, "0.." COUNT_RANGE, "",
+        "1 is served first; 0 and levels the server does not have mean its default."),
+    INT(TIMEOUT, timeout, 0, TIMEOUT_MAX, "0.." TIMEOUT_RANGE, "us",
+        "Longest wait for an answer; 0 leaves it to the server."),
+};
+/* clang-format on */
+
+static_assert(sizeof(enum dkv_pool) == sizeof(unsigned), "DKV_FIELD_WORD stores an unsigned");
+static_assert(DKV_PARAM_COUNT <= 64, "dkv_params.set has 64 bits");
