@@ -119,6 +119,11 @@ static uint64_t min_u64(uint64_t a, uint64_t b)
     return a < b ? a : b;
 }
 
+static uint64_t max_u64(uint64_t a, uint64_t b)
+{
+    return a > b ? a : b;
+}
+
 /* Without a table the pages are known here: all but the last are full, the last holds the rest. */
 static enum dkv_status check_dense_fit(const struct dkv_view *view, const struct extent *want,
                                        uint64_t *entry_limit_out, struct dkv_error *err)
@@ -347,30 +352,26 @@ static enum dkv_status plan_budget(const struct dkv_params *params, struct dkv_p
     const uint64_t n = plan->n_valid;
     const bool capped = dkv_params_has(params, DKV_PARAM_MAX_KEEP_TOKENS);
     const uint64_t cap = capped ? min_u64((uint64_t)params->max_keep_tokens, n) : n;
-    uint64_t k = budget_tokens(params, n);
+    const uint64_t budget = min_u64(budget_tokens(params, n), cap);
+    const bool whole = n <= (uint64_t)params->window; /* nothing lies before the window */
+    uint64_t k = budget;
 
     plan->sinks = min_u64((uint64_t)params->sinks, n);
     plan->recent = min_u64((uint64_t)params->recent, n - plan->sinks);
     const uint64_t protect = plan->sinks + plan->recent;
 
-    if (params->on_conflict == DKV_CONFLICT_ERROR && min_u64(k, cap) < protect &&
-        n > (uint64_t)params->window)
-        return dkv_error_set(
-            err, DKV_E_INVALID,
-            "on_conflict: a budget of %llu tokens is below the %llu protected ones",
-            (unsigned long long)min_u64(k, cap), (unsigned long long)protect);
-    if (params->on_conflict == DKV_CONFLICT_PROTECT && k < protect)
-        k = protect;
-    if (k == 0)
-        k = 1;
-    if (n <= (uint64_t)params->window)
-        k = n; /* a prompt that the window sees whole is kept whole */
-    k = min_u64(k, cap);
+    if (params->on_conflict == DKV_CONFLICT_ERROR && budget < protect && !whole)
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "on_conflict: a budget of %llu tokens is below the %llu protected",
+                             (unsigned long long)budget, (unsigned long long)protect);
+    if (params->on_conflict == DKV_CONFLICT_PROTECT)
+        k = max_u64(k, protect);
+    k = min_u64(whole ? n : max_u64(k, 1), cap);
 
     plan->keep_tokens = k;
     plan->keep_all = k == n;
-    plan->sinks = min_u64(plan->sinks, k); /* sinks first, then the newest */
-    plan->recent = min_u64(plan->recent, k - plan->sinks);
+    plan->sinks = min_u64(plan->sinks, k); /* where k does not cover them: sinks first, ... */
+    plan->recent = min_u64(plan->recent, k - plan->sinks); /* ... then the newest */
     return DKV_OK;
 }
 
