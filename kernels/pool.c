@@ -14,17 +14,20 @@
 #include <assert.h>
 #include <string.h>
 
-/* Copies raw scores first .. first+count-1, with zeros outside [begin, end). Positions are signed:
- * a window may begin before token 0. Adding 0 turns -0 into +0, so that bit patterns order like
- * the values. */
-static void load(float *out, const float *raw, const struct dkv_pool_spec *spec, int64_t first,
-                 size_t count)
+/* Copies scores first .. first+count-1, with zeros outside [begin, end). Positions are signed: a
+ * window may begin before token 0. Adding 0 turns -0 into +0, so that bit patterns order like the
+ * values. */
+static void load(float *out, const float *raw, int64_t begin, int64_t end, int64_t first,
+                 int64_t count)
 {
-    const int64_t begin = (int64_t)spec->begin, end = (int64_t)spec->end;
-    for (size_t i = 0; i < count; i++) {
-        const int64_t token = first + (int64_t)i;
-        out[i] = token >= begin && token < end ? raw[token] + 0.0f : 0.0f;
-    }
+    const int64_t from = first < begin ? begin : first;
+    const int64_t to = first + count > end ? end : first + count;
+    if (from > first)
+        memset(out, 0, (size_t)(from - first) * sizeof(*out));
+    for (int64_t token = from; token < to; token++)
+        out[token - first] = raw[token] + 0.0f;
+    if (to < first + count)
+        memset(out + (to - first), 0, (size_t)(first + count - to) * sizeof(*out));
 }
 
 static inline float max_of(float a, float b)
@@ -32,24 +35,24 @@ static inline float max_of(float a, float b)
     return a > b ? a : b;
 }
 
-static void max_tile(float *x, size_t count, uint32_t kernel, double *pooled_out)
+static void max_tile(float *DKV_RESTRICT pooled_out, float *x, size_t count, uint32_t kernel)
 {
     uint32_t p = 1;
     for (; 2 * p <= kernel; p *= 2)
         for (size_t i = 0; i < count + kernel - 2 * p; i++)
             x[i] = max_of(x[i], x[i + p]);
     for (size_t i = 0; i < count; i++)
-        pooled_out[i] = (double)max_of(x[i], x[i + kernel - p]);
+        pooled_out[i] = max_of(x[i], x[i + kernel - p]);
 }
 
-static void sum_tile(double *x, size_t count, uint32_t kernel, double *pooled_out)
+static void sum_tile(double *DKV_RESTRICT sum_out, double *x, size_t count, uint32_t kernel)
 {
-    memset(pooled_out, 0, count * sizeof(*pooled_out));
-    uint32_t done = 0; /* tokens of the window that are in pooled_out */
+    memset(sum_out, 0, count * sizeof(*sum_out));
+    uint32_t done = 0; /* tokens of the window that are in sum_out */
     for (uint32_t p = 1; done < kernel; p *= 2) {
         if (kernel & p) {
             for (size_t i = 0; i < count; i++)
-                pooled_out[i] += x[i + done];
+                sum_out[i] += x[i + done];
             done += p;
         }
         if (2 * p <= kernel)
@@ -58,25 +61,41 @@ static void sum_tile(double *x, size_t count, uint32_t kernel, double *pooled_ou
     }
 }
 
-void dkv_pool_tile(const struct dkv_pool_spec *spec, const float *raw, uint64_t first, size_t count,
-                   struct dkv_pool_scratch *scratch, double *pooled_out)
+/* The raw score stands for the pooled one. */
+static void copy_raw(struct dkv_pool_tile *tile, const float *raw, uint64_t first, size_t from,
+                     size_t to)
 {
-    assert(count <= DKV_POOL_TILE);
-    const uint64_t last = first + count;
-    const bool touches = spec->pool != DKV_POOL_NONE && first < spec->end && last > spec->begin;
-    if (touches) {
-        const uint32_t kernel = spec->kernel;
-        assert(kernel % 2 == 1 && kernel <= DKV_KERNEL_MAX);
-        load(scratch->raw, raw, spec, (int64_t)first - kernel / 2, count + kernel - 1);
-        if (spec->pool == DKV_POOL_MAX) {
-            max_tile(scratch->raw, count, kernel, pooled_out);
-        } else {
-            for (size_t i = 0; i < count + kernel - 1; i++)
-                scratch->sums[i] = (double)scratch->raw[i];
-            sum_tile(scratch->sums, count, kernel, pooled_out);
-        }
+    for (size_t i = from; i < to; i++) {
+        tile->pooled[i] = raw[first + i] + 0.0f;
+        tile->sum[i] = (double)tile->pooled[i];
     }
-    for (size_t i = 0; i < count; i++)
-        if (!touches || first + i < spec->begin || first + i >= spec->end)
-            pooled_out[i] = (double)(raw[first + i] + 0.0f);
+}
+
+void dkv_pool_tile(const struct dkv_pool_spec *spec, const float *raw, uint64_t first, size_t count,
+                   struct dkv_pool_tile *tile)
+{
+    const uint64_t last = first + count;
+    const uint32_t kernel = spec->kernel;
+    assert(count <= DKV_POOL_TILE);
+    if (spec->pool == DKV_POOL_NONE || first >= spec->end || last <= spec->begin) {
+        copy_raw(tile, raw, first, 0, count);
+        return;
+    }
+    assert(kernel % 2 == 1 && kernel <= DKV_KERNEL_MAX);
+    const size_t padded = count + kernel - 1;
+    load(tile->x, raw, (int64_t)spec->begin, (int64_t)spec->end, (int64_t)first - kernel / 2,
+         (int64_t)padded);
+    if (spec->pool == DKV_POOL_MAX) {
+        max_tile(tile->pooled, tile->x, count, kernel);
+    } else {
+        for (size_t i = 0; i < padded; i++)
+            tile->wide[i] = (double)tile->x[i];
+        sum_tile(tile->sum, tile->wide, count, kernel);
+        for (size_t i = 0; i < count; i++)
+            tile->pooled[i] = (float)tile->sum[i];
+    }
+    if (first < spec->begin)
+        copy_raw(tile, raw, first, 0, (size_t)(spec->begin - first));
+    if (last > spec->end)
+        copy_raw(tile, raw, first, (size_t)(spec->end - first), count);
 }

@@ -11,7 +11,7 @@
 
 #include "proto/params.h"
 
-#define DKV_POOL_TILE 1024u /* tokens per tile; 1,024 doubles and a halo stay in the L1 cache */
+#define DKV_POOL_TILE 1024u /* tokens per tile: tile, halo and results stay in the L1 cache */
 #define DKV_POOL_HALO (DKV_KERNEL_MAX - 1u)
 
 struct dkv_pool_spec {
@@ -21,15 +21,17 @@ struct dkv_pool_spec {
     uint64_t end;
 };
 
-/* Work space; contents mean nothing between calls. */
-struct dkv_pool_scratch {
-    double sums[DKV_POOL_TILE + DKV_POOL_HALO];
-    float raw[DKV_POOL_TILE + DKV_POOL_HALO];
+/* Pooled scores of one tile, and work space. None is ever -0. */
+struct dkv_pool_tile {
+    float pooled[DKV_POOL_TILE]; /* rounded to float, which only an average needs */
+    double sum[DKV_POOL_TILE];   /* the exact value behind it; only for an average */
+
+    float x[DKV_POOL_TILE + DKV_POOL_HALO];
+    double wide[DKV_POOL_TILE + DKV_POOL_HALO];
 };
 
-/* Pooled scores of tokens first .. first+count-1 (count <= DKV_POOL_TILE) of the head's `raw`
- * scores; for an average, the sum. Never -0. */
+/* Computes tokens first .. first+count-1 (count <= DKV_POOL_TILE) of a head's `raw` scores. */
 void dkv_pool_tile(const struct dkv_pool_spec *spec, const float *raw, uint64_t first, size_t count,
-                   struct dkv_pool_scratch *scratch, double *pooled_out);
+                   struct dkv_pool_tile *tile);
 
 #endif

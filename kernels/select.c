@@ -5,13 +5,19 @@
  * that class a pass over the scores makes a histogram of a range of keys, the bin that holds the
  * cut becomes the next range, and so on until the tokens left are all taken or all equal. The
  * range also shrinks to the smallest and largest key met, so that plateaus and zeros, which
- * pooling makes plenty of, are recognised after one pass, whatever their number. Where pooled
- * scores are equal the same search goes on over raw scores, and where those are equal too the lower
- * indices win. The result is a cut (class, pooled, raw, how many of the ties), and a last pass
- * writes every token above it in ascending order.
+ * pooling makes plenty of, are recognised after one pass, whatever their number.
  *
- * Pooled scores are recomputed by each pass, a tile at a time (pool.c): with two to four passes
- * that is cheaper than an array of size n is large.
+ * There are three tiers of keys, each searched among the tokens that tie in those before:
+ *
+ *   pooled   the pooled score rounded to float, 31 bits: nearly always enough, and cheap
+ *   sum      the sum behind an average in double precision; a maximum has no such tier
+ *   raw      the raw score
+ *
+ * and where these are equal too the lower indices win. The result is a cut (class, three keys, how
+ * many of the ties), and a last pass writes every token above it in ascending order.
+ *
+ * Pooled scores are recomputed by each pass, a tile at a time (pool.c): with three to five passes
+ * that costs less than an array of size n.
  */
 #include "kernels/select.h"
 
@@ -20,26 +26,20 @@
 #include <assert.h>
 #include <string.h>
 
-#define N_BINS     4096u
-#define NOT_SOUGHT UINT64_MAX /* key of a token outside the class or the tie that is searched */
+#define N_BINS 4096u
 
 enum token_class { CLASS_LOWEST = 0, CLASS_CANDIDATE, CLASS_PROTECTED, N_CLASSES };
+enum tier { TIER_POOLED = 0, TIER_SUM, TIER_RAW, N_TIERS };
 
 /* What is kept: every token above the cut, and the first `ties` of those that equal it. */
 struct cut {
     enum token_class token_class;
-    uint64_t pooled; /* keys */
-    uint64_t raw;
+    uint64_t key[N_TIERS];
     uint64_t ties;
 };
 
-/* Which key a pass looks at. */
-enum tier { TIER_POOLED, TIER_RAW };
-
 struct scratch {
-    struct dkv_pool_scratch pool;
-    double pooled[DKV_POOL_TILE];
-    uint64_t key[DKV_POOL_TILE];
+    struct dkv_pool_tile tile;
     uint8_t token_class[DKV_POOL_TILE];
     uint32_t bins[2][N_BINS]; /* by turns: equal neighbours would wait for each other's store */
 };
@@ -49,12 +49,12 @@ struct job {
     struct dkv_pool_spec pool;
     const float *raw;
     const uint8_t *flags;
-    struct scratch *scratch;
+    struct scratch *s;
 };
 
-/* A range of keys, and what a pass found in it. */
+/* Keys lo .. hi, both included. */
 struct range {
-    uint64_t lo, hi; /* inclusive */
+    uint64_t lo, hi;
 };
 
 struct dkv_select_spec dkv_select_spec_of(const struct dkv_block *block,
@@ -78,23 +78,28 @@ size_t dkv_select_scratch_bytes(void)
     return sizeof(struct scratch);
 }
 
-/* A non-negative score as an integer of the same order. Keys count from just under the smallest
- * float, 2^-149, so that the first histogram spends no bins on exponents that only a double has;
- * zero is key 0. */
-static inline uint64_t key_of(double score)
+static inline uint32_t float_key(float score)
 {
-    const uint64_t base = (uint64_t)(1023 - 150) << 52;
-    uint64_t bits;
+    uint32_t bits;
     memcpy(&bits, &score, sizeof(bits));
-    return bits > base ? bits - base : 0;
+    return bits;
 }
 
-/* Above every key: 2^138 is more than DKV_KERNEL_MAX times the largest float. */
-#define KEY_MAX ((uint64_t)(138 + 150) << 52)
-
-static inline uint64_t raw_key_of(float score)
+static inline uint64_t double_key(double score)
 {
-    return key_of((double)(score + 0.0f));
+    uint64_t bits;
+    memcpy(&bits, &score, sizeof(bits));
+    return bits;
+}
+
+/* Key of a tile's token i; 0 in a tier that the kind of pooling does not have. */
+static inline uint64_t key_of(const struct job *job, enum tier tier, uint64_t first, size_t i)
+{
+    switch (tier) {
+    case TIER_POOLED: return float_key(job->s->tile.pooled[i]);
+    case TIER_SUM: return job->pool.pool == DKV_POOL_AVG ? double_key(job->s->tile.sum[i]) : 0;
+    default: return float_key(job->raw[first + i] + 0.0f); /* -0 equals 0 */
+    }
 }
 
 static size_t tile_count(const struct job *job, uint64_t first)
@@ -106,21 +111,26 @@ static size_t tile_count(const struct job *job, uint64_t first)
 static void load_classes(const struct job *job, uint64_t first, size_t count)
 {
     const struct dkv_select_spec *spec = job->spec;
-    uint8_t *token_class = job->scratch->token_class;
-    for (size_t i = 0; i < count; i++) {
-        const uint64_t token = first + i;
-        token_class[i] = token < spec->sinks || token >= spec->n - spec->recent ? CLASS_PROTECTED
-                                                                                : CLASS_CANDIDATE;
-    }
-    if (job->flags == NULL)
-        return;
-    for (size_t i = 0; i < count; i++) {
+    const uint64_t end = spec->n - spec->recent;
+    uint8_t *token_class = job->s->token_class;
+    memset(token_class, CLASS_CANDIDATE, count);
+    for (uint64_t t = first; t < spec->sinks && t < first + count; t++)
+        token_class[t - first] = CLASS_PROTECTED;
+    for (uint64_t t = end > first ? end : first; t < first + count; t++)
+        token_class[t - first] = CLASS_PROTECTED;
+    for (size_t i = 0; i < count && job->flags != NULL; i++) {
         const uint8_t flag = job->flags[first + i];
         if (flag & DKV_TOKEN_LOWEST)
             token_class[i] = CLASS_LOWEST;
         else if (flag & DKV_TOKEN_PROTECTED)
             token_class[i] = CLASS_PROTECTED;
     }
+}
+
+static void load_tile(const struct job *job, uint64_t first, size_t count)
+{
+    load_classes(job, first, count);
+    dkv_pool_tile(&job->pool, job->raw, first, count, &job->s->tile);
 }
 
 /* The class the cut falls into and, in `ties`, how many of it are kept. *count_out is its size. */
@@ -136,7 +146,7 @@ static struct cut find_class(const struct job *job, uint64_t *count_out)
             const size_t count = tile_count(job, first);
             load_classes(job, first, count);
             for (size_t i = 0; i < count; i++)
-                counts[job->scratch->token_class[i]]++;
+                counts[job->s->token_class[i]]++;
         }
     }
     struct cut cut = {.token_class = CLASS_PROTECTED, .ties = spec->keep};
@@ -148,35 +158,33 @@ static struct cut find_class(const struct job *job, uint64_t *count_out)
     return cut;
 }
 
-/* Fills the tile's keys: the tier's key of tokens that are sought, NOT_SOUGHT for the others. */
-static void load_keys(const struct job *job, const struct cut *cut, enum tier tier, uint64_t first,
-                      size_t count)
+/* True if token i of the tile is of the cut's class and equals the cut in all tiers before. */
+static inline bool sought(const struct job *job, const struct cut *cut, enum tier tier,
+                          uint64_t first, size_t i)
 {
-    struct scratch *s = job->scratch;
-    load_classes(job, first, count);
-    dkv_pool_tile(&job->pool, job->raw, first, count, &s->pool, s->pooled);
-    for (size_t i = 0; i < count; i++)
-        s->key[i] = key_of(s->pooled[i]);
-    if (tier == TIER_RAW)
-        for (size_t i = 0; i < count; i++)
-            s->key[i] = s->key[i] == cut->pooled ? raw_key_of(job->raw[first + i]) : NOT_SOUGHT;
-    for (size_t i = 0; i < count; i++)
-        s->key[i] = s->token_class[i] == cut->token_class ? s->key[i] : NOT_SOUGHT;
+    if (job->s->token_class[i] != cut->token_class)
+        return false;
+    for (int before = TIER_POOLED; before < (int)tier; before++)
+        if (key_of(job, (enum tier)before, first, i) != cut->key[before])
+            return false;
+    return true;
 }
 
-/* One pass: histogram of the keys inside `range`, which then shrinks to those met. */
+/* One pass: histogram of the sought keys inside `range`, which then shrinks to those met. */
 static void count_keys(const struct job *job, const struct cut *cut, enum tier tier, unsigned shift,
                        struct range *range)
 {
-    struct scratch *s = job->scratch;
+    struct scratch *s = job->s;
     const uint64_t base = range->lo, span = range->hi - range->lo;
-    uint64_t smallest = NOT_SOUGHT, largest = 0;
+    uint64_t smallest = span, largest = 0;
     memset(s->bins, 0, sizeof(s->bins));
     for (uint64_t first = 0; first < job->spec->n; first += DKV_POOL_TILE) {
         const size_t count = tile_count(job, first);
-        load_keys(job, cut, tier, first, count);
+        load_tile(job, first, count);
         for (size_t i = 0; i < count; i++) {
-            const uint64_t key = s->key[i] - base;
+            if (!sought(job, cut, tier, first, i))
+                continue;
+            const uint64_t key = key_of(job, tier, first, i) - base;
             if (key > span)
                 continue;
             s->bins[i % 2][key >> shift]++;
@@ -184,36 +192,34 @@ static void count_keys(const struct job *job, const struct cut *cut, enum tier t
             largest = key > largest ? key : largest;
         }
     }
-    assert(smallest != NOT_SOUGHT);
     *range = (struct range){base + smallest, base + largest};
 }
 
-/* Narrows `*need` best keys of the tier down to one key: tokens with a larger key are kept (and no
- * longer counted in *need), and of those with exactly this key *need are. Returns true if that is
- * all of them. */
-static bool find_key(const struct job *job, const struct cut *cut, enum tier tier, uint64_t *need,
-                     uint64_t *key_out)
+/* Narrows the cut's best `ties` tokens of a tier down to one key: tokens with a larger key are
+ * kept (and no longer counted), and `ties` of those with exactly this key. Returns true if these
+ * are all that have it. */
+static bool find_key(const struct job *job, struct cut *cut, enum tier tier)
 {
-    struct range range = {0, KEY_MAX};
+    struct range range = {0, tier == TIER_SUM ? INT64_MAX : INT32_MAX};
     for (;;) {
         unsigned shift = 0;
         while ((range.hi - range.lo) >> shift >= N_BINS)
             shift++;
-        const struct range seen = range;
+        const struct range searched = range;
         count_keys(job, cut, tier, shift, &range);
 
-        uint64_t bin = (range.hi - seen.lo) >> shift, in_bin;
+        uint64_t bin = (range.hi - searched.lo) >> shift, in_bin;
         for (;; bin--) {
-            in_bin = (uint64_t)job->scratch->bins[0][bin] + job->scratch->bins[1][bin];
-            if (in_bin >= *need)
+            in_bin = (uint64_t)job->s->bins[0][bin] + job->s->bins[1][bin];
+            if (in_bin >= cut->ties)
                 break;
-            *need -= in_bin;
+            cut->ties -= in_bin;
         }
-        const uint64_t lo = seen.lo + (bin << shift), hi = lo + ((uint64_t)1 << shift) - 1;
+        const uint64_t lo = searched.lo + (bin << shift), hi = lo + ((uint64_t)1 << shift) - 1;
         range.lo = lo > range.lo ? lo : range.lo;
         range.hi = hi < range.hi ? hi : range.hi;
-        *key_out = range.lo;
-        if (in_bin == *need)
+        cut->key[tier] = range.lo;
+        if (in_bin == cut->ties)
             return true;
         if (range.lo == range.hi)
             return false;
@@ -224,43 +230,43 @@ static struct cut find_cut(const struct job *job)
 {
     uint64_t in_class;
     struct cut cut = find_class(job, &in_class);
-    /* Ties without number: with keys of 0, everything of the class is kept. */
-    const bool all = cut.ties == in_class ||
-                     find_key(job, &cut, TIER_POOLED, &cut.ties, &cut.pooled) ||
-                     find_key(job, &cut, TIER_RAW, &cut.ties, &cut.raw);
-    if (all)
+    bool all = cut.ties == in_class;
+    for (int tier = TIER_POOLED; tier < N_TIERS && !all; tier++)
+        if (tier != TIER_SUM || job->pool.pool == DKV_POOL_AVG)
+            all = find_key(job, &cut, (enum tier)tier);
+    if (all) /* and the tiers not searched have key 0: nothing is below them */
         cut.ties = UINT64_MAX;
     return cut;
 }
 
-static inline bool above(const struct cut *cut, enum token_class token_class, uint64_t pooled,
-                         uint64_t raw)
+/* Whether a token of the cut's class, with that pooled key, is kept. */
+static bool settle_tie(const struct job *job, struct cut *cut, uint64_t first, size_t i)
 {
-    if (token_class != cut->token_class)
-        return token_class > cut->token_class;
-    if (pooled != cut->pooled)
-        return pooled > cut->pooled;
-    return raw > cut->raw;
+    for (int tier = TIER_SUM; tier < N_TIERS; tier++) {
+        const uint64_t key = key_of(job, (enum tier)tier, first, i);
+        if (key != cut->key[tier])
+            return key > cut->key[tier];
+    }
+    if (cut->ties == 0)
+        return false;
+    cut->ties--;
+    return true;
 }
 
 static void write_kept(const struct job *job, struct cut cut, int32_t *keep_out)
 {
     const struct dkv_select_spec *spec = job->spec;
-    struct scratch *s = job->scratch;
     uint64_t kept = 0;
     for (uint64_t first = 0; first < spec->n && kept < spec->keep; first += DKV_POOL_TILE) {
         const size_t count = tile_count(job, first);
-        load_classes(job, first, count);
-        dkv_pool_tile(&job->pool, job->raw, first, count, &s->pool, s->pooled);
+        load_tile(job, first, count);
         for (size_t i = 0; i < count; i++) {
-            const uint64_t pooled = key_of(s->pooled[i]), raw = raw_key_of(job->raw[first + i]);
-            const enum token_class token_class = s->token_class[i];
-            bool keep = above(&cut, token_class, pooled, raw);
-            if (!keep && cut.ties > 0 && token_class == cut.token_class && pooled == cut.pooled &&
-                raw == cut.raw) {
-                cut.ties--;
-                keep = true;
-            }
+            const enum token_class token_class = job->s->token_class[i];
+            const uint64_t pooled = key_of(job, TIER_POOLED, first, i);
+            bool keep = token_class > cut.token_class;
+            if (token_class == cut.token_class)
+                keep = pooled != cut.key[TIER_POOLED] ? pooled > cut.key[TIER_POOLED]
+                                                      : settle_tie(job, &cut, first, i);
             if (keep)
                 keep_out[kept++] = spec->first_index + (int32_t)(first + i);
         }
@@ -282,7 +288,7 @@ void dkv_select(const struct dkv_select_spec *spec, const float *raw, const uint
                  .end = prefix ? spec->n - spec->recent : spec->n},
         .raw = raw,
         .flags = flags,
-        .scratch = scratch,
+        .s = scratch,
     };
     write_kept(&job, find_cut(&job), keep_out);
 }
