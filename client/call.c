@@ -87,20 +87,13 @@ struct tensor_shape {
     uint64_t dim;
 };
 
-/* Lowest and highest first byte of a row, relative to data: extents may lie on both sides. */
-struct extent {
-    int64_t low;
-    int64_t high;
-};
-
-static bool stretch(struct extent *extent, int64_t stride, uint64_t count)
+/* Adds the way from the first of `count` steps to the last. */
+static bool stretch(int64_t *reach, int64_t stride, uint64_t count)
 {
-    int64_t reach;
-    if (count > (uint64_t)INT64_MAX ||
-        __builtin_mul_overflow(stride, count == 0 ? 0 : (int64_t)count - 1, &reach))
-        return false;
-    return reach < 0 ? !__builtin_add_overflow(extent->low, reach, &extent->low)
-                     : !__builtin_add_overflow(extent->high, reach, &extent->high);
+    int64_t way;
+    return count <= (uint64_t)INT64_MAX &&
+           !__builtin_mul_overflow(stride, count == 0 ? 0 : (int64_t)count - 1, &way) &&
+           !__builtin_add_overflow(*reach, way, reach);
 }
 
 static enum dkv_status take_view(const struct tensor_shape *shape, struct dkv_view *view_out,
@@ -125,20 +118,16 @@ static enum dkv_status take_view(const struct tensor_shape *shape, struct dkv_vi
     const int64_t token_stride = t->token_stride != 0 ? t->token_stride : (int64_t)token;
     const int64_t head_stride = t->head_stride != 0 ? t->head_stride : (int64_t)head;
     const int64_t batch_stride = t->batch_stride != 0 ? t->batch_stride : (int64_t)sequence;
-    struct extent one = {0, 0}; /* of one sequence */
-    if (!stretch(&one, token_stride, shape->tokens) || !stretch(&one, head_stride, shape->heads))
-        return dkv_error_set(err, DKV_E_INVALID, "%s: its strides overflow", shape->name);
-    struct extent all = one;
-    int64_t span;
-    if (!stretch(&all, batch_stride, batch) || __builtin_sub_overflow(all.high, all.low, &span) ||
-        __builtin_add_overflow(span, (int64_t)token, &span))
+    int64_t reach = (int64_t)token; /* bytes that one sequence spans */
+    int64_t whole = 0;
+    if (!stretch(&reach, token_stride, shape->tokens) ||
+        !stretch(&reach, head_stride, shape->heads) || !stretch(&whole, batch_stride, batch))
         return dkv_error_set(err, DKV_E_INVALID, "%s: its strides overflow", shape->name);
 
     *batch_stride_out = batch_stride;
     *view_out = (struct dkv_view){
-        .base = (const uint8_t *)t->data + one.low,
-        .bytes = (uint64_t)(one.high - one.low) + token,
-        .offset = (uint64_t)-one.low,
+        .base = t->data,
+        .bytes = reach < 0 ? 0 : (uint64_t)reach, /* below 0: the gate refuses such strides */
         .token_stride = token_stride,
         .head_stride = head_stride,
         .dtype = (enum dkv_dtype)t->dtype,

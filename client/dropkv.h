@@ -158,8 +158,9 @@ DROPKV_API void dropkv_client_close(struct dropkv_client *client);
 
 /* A tensor [batch][heads][tokens][dim] in the caller's memory. Element (b, h, t, d) lies at
  * data + b * batch_stride + h * head_stride + t * token_stride + d * element size. Strides are in
- * bytes and may be negative or in any order ([tokens][heads][dim] is only numbers); a stride of 0
- * means that of a dense row-major tensor. Any alignment. This struct never changes. */
+ * bytes, in any order ([tokens][heads][dim] is only numbers); those of heads and tokens are not
+ * negative; a stride of 0 means that of a dense row-major tensor. Any alignment. This struct never
+ * changes. */
 struct dropkv_tensor {
     const void *data;
     enum dropkv_dtype dtype;

@@ -1,0 +1,691 @@
+/* libdropkv over HTTP: against a real daemon, and against servers that misbehave.
+ *
+ * usage: test_client_http DROPKVD
+ */
+#include "client/dropkv.h"
+#include "tests/client/http_fixture.h"
+
+#include <inttypes.h>
+#include <poll.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+#include <cmocka.h>
+
+enum { Q_HEADS = 4, KV_HEADS = 2, TOKENS = 300, DIM = 16, ROWS = 8, KEEP = 30 };
+
+static const char *daemon_program;
+static struct dkv_test_daemon daemon_of_all;
+
+/* [token][head][element], so that the strides are not those of a dense tensor. */
+static float query[Q_HEADS][ROWS][DIM];
+static float key[TOKENS][KV_HEADS][DIM];
+static float value[TOKENS][KV_HEADS][DIM];
+static float dense_key[KV_HEADS][TOKENS][DIM];
+static float dense_value[KV_HEADS][TOKENS][DIM];
+
+static const struct dropkv_param budget[] = {{"keep_tokens", DROPKV_PARAM_INT, KEEP, 0, NULL}};
+
+static double now_s(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
+}
+
+static float noise(void)
+{
+    return (float)rand() / (float)RAND_MAX - 0.5f;
+}
+
+static void fill_tensors(void)
+{
+    srand(7);
+    for (int i = 0; i < Q_HEADS * ROWS * DIM; i++)
+        (&query[0][0][0])[i] = 4.0f * noise();
+    for (int t = 0; t < TOKENS; t++)
+        for (int h = 0; h < KV_HEADS; h++)
+            for (int d = 0; d < DIM; d++) {
+                dense_key[h][t][d] = key[t][h][d] = 4.0f * noise();
+                dense_value[h][t][d] = value[t][h][d] = noise();
+            }
+}
+
+static struct dropkv_request make_request(void)
+{
+    struct dropkv_request r = DROPKV_REQUEST_INIT;
+    r.batch = 1;
+    r.q_heads = Q_HEADS;
+    r.kv_heads = KV_HEADS;
+    r.head_dim = DIM;
+    r.q_rows = ROWS;
+    r.n_tokens = TOKENS;
+    r.query = (struct dropkv_tensor){.data = query, .dtype = DROPKV_FP32};
+    r.key = (struct dropkv_tensor){.data = key,
+                                   .dtype = DROPKV_FP32,
+                                   .token_stride = sizeof(key[0]),
+                                   .head_stride = sizeof(key[0][0])};
+    r.value = (struct dropkv_tensor){.data = value,
+                                     .dtype = DROPKV_FP32,
+                                     .token_stride = sizeof(value[0]),
+                                     .head_stride = sizeof(value[0][0])};
+    r.params = budget;
+    r.n_params = 1;
+    return r;
+}
+
+static struct dropkv_client *open_client(const char *url, int32_t max_retries)
+{
+    struct dropkv_client_options options = DROPKV_CLIENT_OPTIONS_INIT;
+    struct dropkv_client *client = NULL;
+    struct dropkv_error error;
+    options.max_retries = max_retries;
+    if (dropkv_client_open(url, &options, &client, &error) != DROPKV_OK)
+        fail_msg("%s", error.text);
+    return client;
+}
+
+static struct dropkv_result *score(struct dropkv_client *client, const struct dropkv_request *r)
+{
+    struct dropkv_result *result;
+    struct dropkv_error error = {0};
+    if (dropkv_score(client, r, &result, &error) != DROPKV_OK)
+        fail_msg("%s", error.text);
+    return result;
+}
+
+static void assert_same_kept(const struct dropkv_result *a, const struct dropkv_result *b)
+{
+    assert_int_equal(a->keep_tokens, b->keep_tokens);
+    assert_memory_equal(a->keep_indices, b->keep_indices,
+                        a->batch * a->kv_heads * a->keep_tokens * sizeof(int32_t));
+}
+
+/* ---- with a real daemon ---- */
+
+static void a_request_is_scored(void **state)
+{
+    (void)state;
+    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_request r = make_request();
+    r.want_scores = 1;
+    r.user = &r;
+    struct dropkv_result *result = score(client, &r);
+    assert_int_equal(result->keep_tokens, KEEP);
+    assert_int_equal(result->kv_heads, KV_HEADS);
+    assert_int_equal(result->n_tokens, TOKENS);
+    assert_int_equal(result->keep_indices[KEEP - 1], TOKENS - 1); /* recent tokens are protected */
+    assert_non_null(result->scores);
+    assert_ptr_equal(result->user, &r);
+    assert_int_equal(result->n_attempts, 1);
+    assert_true(strlen(result->backend) > 0);
+    assert_string_equal(result->error_text, "");
+    dropkv_client_close(client);
+    assert_int_equal(result->keep_indices[KEEP - 1], TOKENS - 1); /* outlives the client */
+    dropkv_result_free(result);
+}
+
+static void strides_do_not_change_the_answer(void **state)
+{
+    (void)state;
+    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_request strided = make_request();
+    struct dropkv_request dense = make_request();
+    dense.key = (struct dropkv_tensor){.data = dense_key, .dtype = DROPKV_FP32};
+    dense.value = (struct dropkv_tensor){.data = dense_value, .dtype = DROPKV_FP32};
+    strided.want_scores = dense.want_scores = 1;
+
+    struct dropkv_result *results[2] = {score(client, &strided), score(client, &dense)};
+    assert_same_kept(results[0], results[1]);
+    assert_memory_equal(results[0]->scores, results[1]->scores, KV_HEADS * TOKENS * sizeof(float));
+    dropkv_result_free(results[0]);
+    dropkv_result_free(results[1]);
+    dropkv_client_close(client);
+}
+
+static void sixteen_requests_are_in_flight_behind_one_descriptor(void **state)
+{
+    (void)state;
+    enum { N = 16 };
+    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_request r = make_request();
+    struct dropkv_result *alone = score(client, &r);
+    uint64_t ids[N];
+    int seen[N] = {0};
+    int n_done = 0;
+    for (int i = 0; i < N; i++) {
+        r.user = &seen[i];
+        assert_int_equal(dropkv_submit(client, &r, &ids[i], NULL), DROPKV_OK);
+        assert_true(i == 0 || ids[i] > ids[i - 1]);
+    }
+    assert_int_equal(dropkv_in_flight(client), N);
+    const int fd = dropkv_fd(client);
+    while (n_done < N) {
+        struct pollfd pollfd = {.fd = fd, .events = POLLIN};
+        struct dropkv_result *result;
+        assert_int_equal(poll(&pollfd, 1, 60000), 1);
+        assert_int_equal(dropkv_dispatch(client, 0, NULL), DROPKV_OK);
+        while ((result = dropkv_next_result(client)) != NULL) {
+            assert_int_equal(result->status, DROPKV_OK);
+            assert_same_kept(result, alone);
+            *(int *)result->user += 1;
+            n_done++;
+            dropkv_result_free(result);
+        }
+        assert_int_equal(dropkv_fd(client), fd);
+    }
+    for (int i = 0; i < N; i++)
+        assert_int_equal(seen[i], 1);
+    assert_int_equal(dropkv_in_flight(client), 0);
+    dropkv_result_free(alone);
+    dropkv_client_close(client);
+}
+
+static void a_blocking_call_leaves_other_results_alone(void **state)
+{
+    (void)state;
+    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_request r = make_request();
+    uint64_t id;
+    assert_int_equal(dropkv_submit(client, &r, &id, NULL), DROPKV_OK);
+    struct dropkv_result *mine = score(client, &r);
+    assert_true(mine->id != id);
+    while (dropkv_in_flight(client) > 0)
+        assert_int_equal(dropkv_dispatch(client, -1, NULL), DROPKV_OK);
+    struct dropkv_result *other = dropkv_next_result(client);
+    assert_non_null(other);
+    assert_int_equal(other->id, id);
+    assert_null(dropkv_next_result(client));
+    dropkv_result_free(mine);
+    dropkv_result_free(other);
+    dropkv_client_close(client);
+}
+
+static void a_cancelled_request_gives_no_result(void **state)
+{
+    (void)state;
+    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_request r = make_request();
+    uint64_t ids[3];
+    for (int i = 0; i < 3; i++)
+        assert_int_equal(dropkv_submit(client, &r, &ids[i], NULL), DROPKV_OK);
+    assert_int_equal(dropkv_cancel(client, ids[1]), DROPKV_OK);
+    assert_int_equal(dropkv_cancel(client, ids[1]), DROPKV_E_NOT_FOUND);
+    assert_int_equal(dropkv_in_flight(client), 2);
+    while (dropkv_in_flight(client) > 0)
+        assert_int_equal(dropkv_dispatch(client, -1, NULL), DROPKV_OK);
+    assert_int_equal(dropkv_cancel(client, ids[0]),
+                     DROPKV_OK); /* finished: its result is dropped */
+    struct dropkv_result *result = dropkv_next_result(client);
+    assert_non_null(result);
+    assert_int_equal(result->id, ids[2]);
+    assert_null(dropkv_next_result(client));
+    dropkv_result_free(result);
+    dropkv_client_close(client);
+}
+
+static void closing_abandons_what_is_in_flight(void **state)
+{
+    (void)state;
+    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_request r = make_request();
+    for (int i = 0; i < 8; i++)
+        assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
+    assert_int_equal(dropkv_dispatch(client, 0, NULL), DROPKV_OK);
+    dropkv_client_close(client);
+}
+
+static void too_many_in_flight_is_busy(void **state)
+{
+    (void)state;
+    struct dropkv_client_options options = DROPKV_CLIENT_OPTIONS_INIT;
+    struct dropkv_client *client;
+    struct dropkv_request r = make_request();
+    options.max_in_flight = 2;
+    assert_int_equal(dropkv_client_open(daemon_of_all.url, &options, &client, NULL), DROPKV_OK);
+    assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
+    assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
+    assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_E_BUSY);
+    dropkv_client_close(client);
+}
+
+static void the_server_tells_what_it_is(void **state)
+{
+    (void)state;
+    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_info *info = NULL;
+    struct dropkv_error error;
+    assert_int_equal(dropkv_health(client, 0, &error), DROPKV_OK);
+    assert_int_equal(dropkv_client_info(client, 0, &info, &error), DROPKV_OK);
+    assert_string_equal(info->server, "dropkvd");
+    assert_string_equal(info->version, dropkv_version());
+    assert_true(strncmp(info->backend, "cpu/", 4) == 0);
+    dropkv_info_free(info);
+    dropkv_client_close(client);
+}
+
+static void what_the_daemon_refuses_keeps_its_reason(void **state)
+{
+    (void)state;
+    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_request r = make_request();
+    struct dropkv_result *result;
+    struct dropkv_error error;
+    static float spoiled[KV_HEADS][TOKENS][DIM];
+    memcpy(spoiled, dense_key, sizeof(spoiled));
+    spoiled[1][7][3] = (float)(0.0 / 0.0 * -1.0);
+    r.key = (struct dropkv_tensor){.data = spoiled, .dtype = DROPKV_FP32};
+    assert_int_equal(dropkv_score(client, &r, &result, &error), DROPKV_E_INVALID);
+    assert_null(result);
+    if (strstr(error.text, "key") == NULL || strstr(error.text, "7") == NULL)
+        fail_msg("'%s' does not name the place", error.text);
+    dropkv_client_close(client);
+}
+
+/* A daemon of one's own is killed while requests are in flight, and comes back. */
+static void a_killed_daemon_is_an_error_and_a_new_one_is_found(void **state)
+{
+    (void)state;
+    struct dkv_test_daemon daemon;
+    struct dropkv_request r = make_request();
+    struct dropkv_result *result;
+    dkv_test_daemon_start(&daemon, daemon_program, 0);
+    struct dropkv_client *client = open_client(daemon.url, -1);
+    dropkv_result_free(score(client, &r)); /* a kept-alive connection */
+
+    kill(daemon.pid, SIGSTOP); /* so that the requests are surely unanswered when it dies */
+    for (int i = 0; i < 4; i++)
+        assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
+    for (int i = 0; i < 50; i++)
+        assert_int_equal(dropkv_dispatch(client, 1000, NULL), DROPKV_OK);
+    assert_int_equal(dropkv_in_flight(client), 4);
+    dkv_test_daemon_stop(&daemon, SIGKILL);
+    for (int n_failed = 0; n_failed < 4;) {
+        assert_int_equal(dropkv_dispatch(client, -1, NULL), DROPKV_OK);
+        while ((result = dropkv_next_result(client)) != NULL) {
+            assert_int_equal(result->status, DROPKV_E_UNAVAILABLE);
+            assert_true(strlen(result->error_text) > 0);
+            dropkv_result_free(result);
+            n_failed++;
+        }
+    }
+    assert_int_equal(dropkv_health(client, 1000000, NULL), DROPKV_E_UNAVAILABLE);
+
+    dkv_test_daemon_start(&daemon, daemon_program, daemon.port);
+    dropkv_result_free(score(client, &r)); /* the same client, without being told */
+    dropkv_client_close(client);
+    dkv_test_daemon_stop(&daemon, SIGTERM);
+}
+
+static void a_restart_is_survived_by_retrying(void **state)
+{
+    (void)state;
+    struct dkv_test_daemon daemon;
+    struct dropkv_request r = make_request();
+    dkv_test_daemon_start(&daemon, daemon_program, 0);
+    struct dropkv_client *client = open_client(daemon.url, 100);
+    dropkv_result_free(score(client, &r));
+    kill(daemon.pid, SIGSTOP);
+    assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
+    for (int i = 0; i < 20; i++)
+        assert_int_equal(dropkv_dispatch(client, 1000, NULL), DROPKV_OK);
+    dkv_test_daemon_stop(&daemon, SIGKILL);
+    for (int i = 0; i < 20; i++) /* the broken connection is noticed, and nobody listens */
+        assert_int_equal(dropkv_dispatch(client, 1000, NULL), DROPKV_OK);
+    assert_int_equal(dropkv_in_flight(client), 1);
+    dkv_test_daemon_start(&daemon, daemon_program, daemon.port);
+    while (dropkv_in_flight(client) > 0)
+        assert_int_equal(dropkv_dispatch(client, -1, NULL), DROPKV_OK);
+    struct dropkv_result *result = dropkv_next_result(client);
+    assert_non_null(result);
+    if (result->status != DROPKV_OK)
+        fail_msg("%s", result->error_text);
+    assert_true(result->n_attempts > 1);
+    dropkv_result_free(result);
+    dropkv_client_close(client);
+    dkv_test_daemon_stop(&daemon, SIGTERM);
+}
+
+/* ---- before anything is sent ---- */
+
+static void wrong_requests_are_refused_on_this_side(void **state)
+{
+    (void)state;
+    struct dropkv_client *client = open_client("http://127.0.0.1:1", 0);
+    struct dropkv_error error;
+    struct dropkv_request r;
+#define REFUSED(change, status, part)                                      \
+    do {                                                                   \
+        r = make_request();                                                \
+        change;                                                            \
+        assert_int_equal(dropkv_submit(client, &r, NULL, &error), status); \
+        if (strstr(error.text, part) == NULL)                              \
+            fail_msg("'%s' does not say '%s'", error.text, part);          \
+    } while (0)
+    REFUSED(r.struct_size = 0, DROPKV_E_INVALID, "DROPKV_REQUEST_INIT");
+    REFUSED(r.struct_size = 5000, DROPKV_E_INVALID, "DROPKV_REQUEST_INIT");
+    REFUSED(r.batch = 0, DROPKV_E_INVALID, "batch 0 not in 1..4096");
+    REFUSED(r.kv_heads = 0, DROPKV_E_INVALID, "kv_heads 0");
+    REFUSED(r.kv_heads = 3, DROPKV_E_INVALID, "3");
+    REFUSED(r.head_dim = 12, DROPKV_E_UNSUPPORTED, "12");
+    REFUSED(r.n_tokens = 0, DROPKV_E_INVALID, "0");
+    REFUSED(r.n_tokens = UINT64_MAX, DROPKV_E_INVALID, "key");
+    REFUSED(r.key.data = NULL, DROPKV_E_INVALID, "key: data is null");
+    REFUSED(r.value.dtype = (enum dropkv_dtype)9, DROPKV_E_UNSUPPORTED, "value: dtype 9");
+    REFUSED(r.key.token_stride = -128, DROPKV_E_INVALID, "key: token_stride -128 is negative");
+    REFUSED(r.key.token_stride = INT64_MAX, DROPKV_E_INVALID, "key: its strides overflow");
+    REFUSED(r.key.batch_stride = INT64_MIN; r.batch = 3, DROPKV_E_INVALID, "overflow");
+    REFUSED(r.params = NULL, DROPKV_E_INVALID, "params: null");
+    REFUSED(r.timeout_us = -1, DROPKV_E_INVALID, "timeout_us -1");
+    const struct dropkv_param unknown = dropkv_int("colour", 1);
+    REFUSED(r.params = &unknown, DROPKV_E_INVALID, "colour");
+    const struct dropkv_param wide = dropkv_int("window", 513);
+    REFUSED(r.params = &wide, DROPKV_E_INVALID, "513");
+    const struct dropkv_param word = dropkv_text("pool", "median");
+    REFUSED(r.params = &word, DROPKV_E_INVALID, "median");
+    const struct dropkv_param null_text = dropkv_text("pool", NULL);
+    REFUSED(r.params = &null_text, DROPKV_E_INVALID, "null");
+    assert_int_equal(dropkv_in_flight(client), 0);
+    dropkv_client_close(client);
+}
+
+static void a_request_of_a_newer_caller_is_refused_only_if_it_uses_more(void **state)
+{
+    (void)state;
+    struct {
+        struct dropkv_request known;
+        int64_t newer;
+    } r = {make_request(), 0};
+    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_error error;
+    r.known.struct_size = sizeof(r);
+    assert_int_equal(dropkv_submit(client, &r.known, NULL, &error), DROPKV_OK);
+    r.newer = 1;
+    assert_int_equal(dropkv_submit(client, &r.known, NULL, &error), DROPKV_E_UNSUPPORTED);
+    dropkv_client_close(client);
+}
+
+static void endpoints_are_checked_when_opened(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *endpoint;
+        enum dropkv_status status;
+        const char *part;
+    } rows[] = {
+        {"", DROPKV_E_INVALID, "http://HOST:PORT"},
+        {"localhost:8480", DROPKV_E_INVALID, "http://HOST:PORT"},
+        {"ftp://localhost", DROPKV_E_INVALID, "http://HOST:PORT"},
+        {"http://", DROPKV_E_INVALID, "http://HOST:PORT"},
+        {"http://host:99999", DROPKV_E_INVALID, "http://HOST:PORT"},
+        {"http://host?x", DROPKV_E_INVALID, "may follow"},
+        {"unix:///run/dropkv/dropkvd.sock", DROPKV_E_UNSUPPORTED, "unix:"},
+        {"embedded:", DROPKV_E_UNSUPPORTED, "dropkv-client"},
+    };
+    struct dropkv_client *client = NULL;
+    struct dropkv_error error;
+    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+        assert_int_equal(dropkv_client_open(rows[i].endpoint, NULL, &client, &error),
+                         rows[i].status);
+        if (strstr(error.text, rows[i].part) == NULL)
+            fail_msg("%s: '%s' does not say '%s'", rows[i].endpoint, error.text, rows[i].part);
+        assert_null(client);
+    }
+    struct dropkv_client_options options = DROPKV_CLIENT_OPTIONS_INIT;
+    options.token = "two words\r\nX-Injected: 1";
+    assert_int_equal(dropkv_client_open("http://h", &options, &client, &error), DROPKV_E_INVALID);
+    assert_non_null(strstr(error.text, "token"));
+}
+
+/* ---- with servers that misbehave ---- */
+
+#define REPLY(text) text, sizeof(text) - 1
+
+/* One KV head of four tokens keeps two: small enough to write by hand. */
+static struct dropkv_request tiny_request(void)
+{
+    struct dropkv_request r = make_request();
+    static const struct dropkv_param two[] = {{"keep_tokens", DROPKV_PARAM_INT, 2, 0, NULL},
+                                              {"recent", DROPKV_PARAM_INT, 1, 0, NULL},
+                                              {"window", DROPKV_PARAM_INT, 1, 0, NULL}};
+    r.q_heads = r.kv_heads = 1;
+    r.n_tokens = 4;
+    r.params = two;
+    r.n_params = 3;
+    return r;
+}
+
+#define GOOD_HEAD                                                                                 \
+    "{\"model_name\":\"dropkv\",\"model_version\":\"1\",\"outputs\":[{\"name\":\"keep_indices\"," \
+    "\"datatype\":\"INT32\",\"shape\":[1,1,2],\"parameters\":{\"binary_data_size\":8}}]}"
+
+/* A 200 whose head is GOOD_HEAD and whose binary part is `indices`. */
+static size_t make_answer(char out[1024], const int32_t indices[2], size_t missing)
+{
+    const size_t head = sizeof(GOOD_HEAD) - 1;
+    const int n = snprintf(out, 1024,
+                           "HTTP/1.1 200 OK\r\nContent-Length: %zu\r\n"
+                           "Inference-Header-Content-Length: %zu\r\n\r\n%s",
+                           head + 8, head, GOOD_HEAD);
+    memcpy(out + n, indices, 8);
+    return (size_t)n + 8 - missing;
+}
+
+/* Scores the tiny request against scenes and expects this status. */
+static void expect(const struct dkv_test_scene *scenes, size_t n, int32_t max_retries,
+                   enum dropkv_status status, const char *part, size_t n_connections)
+{
+    char url[64];
+    struct dropkv_error error = {0};
+    struct dropkv_result *result = NULL;
+    struct dropkv_request r = tiny_request();
+    struct dkv_test_server *server = dkv_test_server_start(scenes, n, url);
+    struct dropkv_client *client = open_client(url, max_retries);
+    r.timeout_us = 20000000;
+    const enum dropkv_status got = dropkv_score(client, &r, &result, &error);
+    if (got != status || (status != DROPKV_OK && strstr(error.text, part) == NULL))
+        fail_msg("%d '%s', wanted %d '%s'", got, error.text, status, part);
+    dropkv_result_free(result);
+    dropkv_client_close(client);
+    assert_int_equal(dkv_test_server_stop(server), n_connections);
+}
+
+#define BUSY_AGAIN_SOON                                            \
+    REPLY("HTTP/1.1 503 Service Unavailable\r\nRetry-After: 0\r\n" \
+          "Content-Length: 23\r\nConnection: close\r\n\r\n{\"error\":\"queue full\"}\n")
+#define BUSY_AGAIN_TOMORROW                                            \
+    REPLY("HTTP/1.1 503 Service Unavailable\r\nRetry-After: 80000\r\n" \
+          "Content-Length: 23\r\nConnection: close\r\n\r\n{\"error\":\"queue full\"}\n")
+
+static void a_good_answer_is_taken(void **state)
+{
+    (void)state;
+    char answer[1024];
+    const struct dkv_test_scene scene = {answer, make_answer(answer, (const int32_t[]){1, 3}, 0), 0,
+                                         0};
+    expect(&scene, 1, -1, DROPKV_OK, "", 1);
+}
+
+static void busy_is_tried_again_after_the_time_it_names(void **state)
+{
+    (void)state;
+    char answer[1024];
+    const size_t n = make_answer(answer, (const int32_t[]){1, 3}, 0);
+    const struct dkv_test_scene scenes[] = {{BUSY_AGAIN_SOON, 0, 0}, {answer, n, 0, 0}};
+    expect(scenes, 2, 0, DROPKV_OK, "", 2);
+    expect(scenes, 2, -1, DROPKV_E_BUSY, "queue full", 1);
+    const struct dkv_test_scene stubborn[] = {
+        {BUSY_AGAIN_SOON, 0, 0}, {BUSY_AGAIN_SOON, 0, 0}, {BUSY_AGAIN_SOON, 0, 0}};
+    expect(stubborn, 3, 2, DROPKV_E_BUSY, "queue full", 3);
+}
+
+static void a_retry_beyond_the_deadline_is_not_waited_for(void **state)
+{
+    (void)state;
+    const struct dkv_test_scene scene = {BUSY_AGAIN_TOMORROW, 0, 0};
+    const double start_s = now_s();
+    expect(&scene, 1, 10, DROPKV_E_BUSY, "queue full", 1);
+    assert_true(now_s() - start_s < 10);
+}
+
+static void a_silent_server_costs_the_deadline_and_no_more(void **state)
+{
+    (void)state;
+    char url[64];
+    struct dropkv_error error;
+    struct dropkv_result *result;
+    struct dropkv_request r = tiny_request();
+    const struct dkv_test_scene scenes[] = {{NULL, 0, 0, true}, {NULL, 0, 0, true}};
+    struct dkv_test_server *server = dkv_test_server_start(scenes, 2, url);
+    struct dropkv_client *client = open_client(url, 5);
+    r.timeout_us = 200000;
+    const double start_s = now_s();
+    assert_int_equal(dropkv_score(client, &r, &result, &error), DROPKV_E_TIMEOUT);
+    const double spent_s = now_s() - start_s;
+    assert_true(spent_s >= 0.2 && spent_s < 5);
+    assert_int_equal(dropkv_health(client, 100000, &error), DROPKV_E_TIMEOUT);
+    dropkv_client_close(client);
+    dkv_test_server_stop(server);
+}
+
+static void broken_answers_are_malformed(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *reply;
+        size_t n_bytes;
+        const char *part;
+    } rows[] = {
+        {REPLY("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"), ""},
+        {REPLY("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"), ""},
+        {REPLY("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n"
+               "Inference-Header-Content-Length: 9\r\n\r\n{}"),
+         "head has 9 bytes"},
+        {REPLY("HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n"), "longer than any"},
+    };
+    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+        const struct dkv_test_scene scene = {rows[i].reply, rows[i].n_bytes, 0, 0};
+        expect(&scene, 1, 0, DROPKV_E_MALFORMED, rows[i].part, 1);
+    }
+}
+
+static void indices_outside_the_cache_are_not_handed_on(void **state)
+{
+    (void)state;
+    static const int32_t wrong[][2] = {{1, 4}, {-1, 2}, {2, 2}, {3, 1}, {0, INT32_MAX}};
+    for (size_t i = 0; i < sizeof(wrong) / sizeof(wrong[0]); i++) {
+        char answer[1024];
+        const struct dkv_test_scene scene = {answer, make_answer(answer, wrong[i], 0), 0, 0};
+        expect(&scene, 1, 0, DROPKV_E_MALFORMED, "not ascending within 0..3", 1);
+    }
+}
+
+static void a_cut_answer_is_asked_for_again(void **state)
+{
+    (void)state;
+    char cut[1024];
+    char whole[1024];
+    const int32_t indices[2] = {0, 3};
+    const struct dkv_test_scene scenes[] = {{cut, make_answer(cut, indices, 3), 0, 0},
+                                            {whole, make_answer(whole, indices, 0), 0, 0}};
+    expect(scenes, 2, 0, DROPKV_OK, "", 2);
+    expect(scenes, 1, -1, DROPKV_E_UNAVAILABLE, "broke", 1);
+}
+
+static void a_refusal_while_the_body_is_being_sent_is_heard(void **state)
+{
+    (void)state;
+    enum { N = 65536 };
+    char url[64];
+    struct dropkv_error error;
+    struct dropkv_result *result;
+    const struct dkv_test_scene scene = {
+        REPLY("HTTP/1.1 413 Payload Too Large\r\nContent-Length: 21\r\nConnection: close\r\n\r\n"
+              "{\"error\":\"too large\"}"),
+        true, 0};
+    float *big = calloc((size_t)N * DIM, sizeof(float));
+    struct dropkv_request r = make_request();
+    r.q_heads = r.kv_heads = 1;
+    r.n_tokens = N;
+    r.key = r.value = (struct dropkv_tensor){.data = big, .dtype = DROPKV_FP32};
+    struct dkv_test_server *server = dkv_test_server_start(&scene, 1, url);
+    struct dropkv_client *client = open_client(url, 0);
+    assert_int_equal(dropkv_score(client, &r, &result, &error), DROPKV_E_TOO_LARGE);
+    assert_non_null(strstr(error.text, "too large"));
+    dropkv_client_close(client);
+    dkv_test_server_stop(server);
+    free(big);
+}
+
+static void nobody_listening_is_unavailable_after_the_retries(void **state)
+{
+    (void)state;
+    struct dropkv_error error;
+    struct dropkv_result *result;
+    struct dropkv_request r = tiny_request();
+    struct dropkv_client *client = open_client("http://127.0.0.1:1", 2);
+    assert_int_equal(dropkv_score(client, &r, &result, &error), DROPKV_E_UNAVAILABLE);
+    assert_non_null(strstr(error.text, "nobody listens"));
+    assert_int_equal(dropkv_submit(client, &r, NULL, &error), DROPKV_OK);
+    while (dropkv_in_flight(client) > 0)
+        assert_int_equal(dropkv_dispatch(client, -1, NULL), DROPKV_OK);
+    result = dropkv_next_result(client);
+    assert_int_equal(result->n_attempts, 3);
+    dropkv_result_free(result);
+    dropkv_client_close(client);
+}
+
+static int start_daemon(void **state)
+{
+    (void)state;
+    fill_tensors();
+    dkv_test_daemon_start(&daemon_of_all, daemon_program, 0);
+    return 0;
+}
+
+static int stop_daemon(void **state)
+{
+    (void)state;
+    dkv_test_daemon_stop(&daemon_of_all, SIGTERM);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(a_request_is_scored),
+        cmocka_unit_test(strides_do_not_change_the_answer),
+        cmocka_unit_test(sixteen_requests_are_in_flight_behind_one_descriptor),
+        cmocka_unit_test(a_blocking_call_leaves_other_results_alone),
+        cmocka_unit_test(a_cancelled_request_gives_no_result),
+        cmocka_unit_test(closing_abandons_what_is_in_flight),
+        cmocka_unit_test(too_many_in_flight_is_busy),
+        cmocka_unit_test(the_server_tells_what_it_is),
+        cmocka_unit_test(what_the_daemon_refuses_keeps_its_reason),
+        cmocka_unit_test(a_killed_daemon_is_an_error_and_a_new_one_is_found),
+        cmocka_unit_test(a_restart_is_survived_by_retrying),
+        cmocka_unit_test(wrong_requests_are_refused_on_this_side),
+        cmocka_unit_test(a_request_of_a_newer_caller_is_refused_only_if_it_uses_more),
+        cmocka_unit_test(endpoints_are_checked_when_opened),
+        cmocka_unit_test(a_good_answer_is_taken),
+        cmocka_unit_test(busy_is_tried_again_after_the_time_it_names),
+        cmocka_unit_test(a_retry_beyond_the_deadline_is_not_waited_for),
+        cmocka_unit_test(a_silent_server_costs_the_deadline_and_no_more),
+        cmocka_unit_test(broken_answers_are_malformed),
+        cmocka_unit_test(indices_outside_the_cache_are_not_handed_on),
+        cmocka_unit_test(a_cut_answer_is_asked_for_again),
+        cmocka_unit_test(a_refusal_while_the_body_is_being_sent_is_heard),
+        cmocka_unit_test(nobody_listening_is_unavailable_after_the_retries),
+    };
+    if (argc < 2) {
+        fprintf(stderr, "usage: test_client_http DROPKVD\n");
+        return 64;
+    }
+    daemon_program = argv[1];
+    return cmocka_run_group_tests(tests, start_daemon, stop_daemon);
+}
