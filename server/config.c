@@ -55,8 +55,8 @@ const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
            "Largest body that is JSON alone"),
     NUMBER(max_connections, "256", 1, 65536, "", "Connections open at once"),
     NUMBER(max_queue_requests, "256", 1, 1048576, "", "Requests accepted and not answered yet"),
-    NUMBER(max_queue_bytes, "8GiB", 4 * KIB, 64 * TIB, "bytes",
-           "Memory of all bodies received and not answered yet"),
+    NUMBER(max_queue_bytes, "0", 0, 64 * TIB, "bytes",
+           "Memory of all bodies received and not answered yet; 0: half of what there is"),
     NUMBER(max_batch_items, "64", 1, 4096, "", "Blocks of one engine batch"),
     NUMBER(max_batch_tokens, "65536", 1, 1u << 30, "tokens",
            "Stored tokens of one engine batch of several requests"),
@@ -66,7 +66,8 @@ const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
     NUMBER(body_min_bytes_per_s, "1MiB", 1, 64 * GIB, "bytes",
            "Rate at which a body must arrive "
            "and a reply must be read"),
-    NUMBER(request_timeout_ms, "30000", 1, 3600000, "ms", "Time for a request to be answered"),
+    NUMBER(request_timeout_ms, "30000", 1, 3600000, "ms",
+           "Time for a received request to be answered"),
     NUMBER(drain_timeout_ms, "30000", 0, 3600000, "ms", "Time for accepted requests at shutdown"),
 };
 
@@ -233,7 +234,7 @@ enum dkv_status dkv_config_load_env(struct dkv_config_state *state, struct dkv_e
 
 enum dkv_status dkv_config_check(const struct dkv_config *config, struct dkv_error *err)
 {
-    if (config->max_body_bytes > config->max_queue_bytes)
+    if (config->max_queue_bytes != 0 && config->max_body_bytes > config->max_queue_bytes)
         return dkv_error_set(err, DKV_E_INVALID,
                              "max_body_bytes: %llu is above max_queue_bytes %llu, so such a body "
                              "could never be accepted",

@@ -31,7 +31,7 @@ struct dkv_config {
     uint64_t max_json_bytes;
     uint64_t max_connections;
     uint64_t max_queue_requests;
-    uint64_t max_queue_bytes;
+    uint64_t max_queue_bytes; /* 0: half of the memory this process may use */
     uint64_t max_batch_items;
     uint64_t max_batch_tokens;
     uint64_t header_timeout_ms;

@@ -42,7 +42,8 @@ struct dkv_http {
     struct dkv_linger_set lingering;
     struct dkv_http_rules rules;
     unsigned port;
-    bool pumping;
+    bool pumping; /* inside MHD_run() */
+    bool again;   /* somebody asked for one more round meanwhile */
     bool closed;
     unsigned n_closed_handles;
 };
@@ -54,17 +55,20 @@ static void on_run_timer(uv_timer_t *timer);
 static void pump(struct dkv_http *http)
 {
     MHD_UNSIGNED_LONG_LONG timeout_ms = 0;
-    enum MHD_Result has_timeout = MHD_YES;
+    bool more = true;
     if (http->pumping || http->closed)
         return;
     http->pumping = true;
-    for (int i = 0; i < PUMP_ROUNDS && has_timeout == MHD_YES && timeout_ms == 0; i++) {
+    for (int i = 0; i < PUMP_ROUNDS && more; i++) {
+        http->again = false;
         MHD_run(http->library);
-        has_timeout = MHD_get_timeout(http->library, &timeout_ms);
+        more = http->again ||
+               (MHD_get_timeout(http->library, &timeout_ms) == MHD_YES && timeout_ms == 0);
     }
     http->pumping = false;
-    if (has_timeout == MHD_YES)
-        uv_timer_start(&http->run_timer, on_run_timer, timeout_ms, 0);
+    /* The library's own timeouts are off, so there is nothing to wait for but more of the same. */
+    if (more)
+        uv_timer_start(&http->run_timer, on_run_timer, 0, 0);
     else
         uv_timer_stop(&http->run_timer);
 }
@@ -84,9 +88,13 @@ static void on_poll(uv_poll_t *poll, int status, int events)
 /* Asks for a pump soon: callable from inside the library's own calls. */
 static void pump_soon(struct dkv_http *http)
 {
-    if (!http->closed)
+    if (http->pumping)
+        http->again = true;
+    else if (!http->closed)
         uv_timer_start(&http->run_timer, on_run_timer, 0, 0);
 }
+
+static void on_sweep(uv_timer_t *timer);
 
 /* ---- a request's header ---- */
 
@@ -144,6 +152,13 @@ static void judge_header(struct dkv_http *http, struct dkv_exchange *exchange, c
     }
 }
 
+/* A body that could never be held is too large, not a reason to try again. */
+static uint64_t max_body_bytes(const struct dkv_server *server)
+{
+    const uint64_t limit = server->bodies.limit_bytes;
+    return server->config->max_body_bytes < limit ? server->config->max_body_bytes : limit;
+}
+
 /* Room for the body of an accepted request, reserved before its first byte is read. */
 static enum dkv_status reserve(struct dkv_exchange *exchange, struct dkv_error *err)
 {
@@ -152,7 +167,7 @@ static enum dkv_status reserve(struct dkv_exchange *exchange, struct dkv_error *
     uint64_t limit = SMALL_BODY_BYTES;
     const char *what = "body";
     if (tensor && exchange->has_json_length) {
-        limit = config->max_body_bytes;
+        limit = max_body_bytes(exchange->server);
     } else if (tensor) {
         limit = config->max_json_bytes;
         what = "body without Inference-Header-Content-Length";
@@ -187,6 +202,7 @@ static void admit(struct dkv_exchange *exchange)
     if (exchange->match.route->tensor)
         dkv_infer_count_refusal(exchange, status);
     dkv_infer_release(exchange);
+    dkv_infer_leave(exchange);
     refuse(exchange, dkv_status_info(status)->http_status, status, err.text);
 }
 
@@ -218,6 +234,7 @@ static enum MHD_Result give_up_body(struct dkv_exchange *exchange, const struct 
     if (exchange->match.route->tensor)
         dkv_infer_count_refusal(exchange, err->status);
     dkv_infer_release(exchange);
+    dkv_infer_leave(exchange);
     const unsigned http_status = dkv_status_info(err->status)->http_status;
     if (exchange->has_length && left <= SWALLOW_BYTES) {
         refuse(exchange, http_status, err->status, err->text);
@@ -314,8 +331,13 @@ static void on_completed(void *cls, struct MHD_Connection *mhd, void **request,
         return;
     if (exchange->accepted && !exchange->replied)
         dkv_infer_count_refusal(exchange, DKV_E_CANCELLED); /* went away while sending */
-    (void)why;
     dkv_infer_release(exchange);
+    dkv_infer_leave(exchange);
+    dkv_log(DKV_LOG_TRACE, "%s ended (%s) after %llu us, %llu bytes in",
+            exchange->match.route != NULL ? exchange->match.route->pattern : "a refused request",
+            why == MHD_REQUEST_TERMINATED_COMPLETED_OK ? "answered" : "cut",
+            (unsigned long long)((dkv_clock_ns() - exchange->started_ns) / 1000),
+            (unsigned long long)exchange->received_bytes);
     exchange->conn->exchange = NULL;
     dkv_conn_enter(exchange->conn, DKV_CONN_IDLE, dkv_clock_ms());
     free(exchange);
@@ -332,10 +354,14 @@ static void on_connection(void *cls, struct MHD_Connection *mhd, void **context,
             mhd, MHD_CONNECTION_INFO_CONNECTION_FD);
         *context = dkv_conn_add(&http->conns, info->connect_fd, dkv_clock_ms());
         http->server->metrics.connections_total++;
+        if (!uv_is_active((uv_handle_t *)&http->sweep_timer))
+            uv_timer_start(&http->sweep_timer, on_sweep, SWEEP_MS, SWEEP_MS);
     } else if (conn != NULL) {
         http->server->metrics.connections_closed++;
         if (conn->linger && !http->closed)
             dkv_linger_add(&http->lingering, http->server->loop, conn->fd);
+        /* At its limit of connections the library listens again only in its next run. */
+        pump_soon(http);
         dkv_conn_remove(&http->conns, conn);
         *context = NULL;
     }
@@ -414,6 +440,8 @@ static void on_sweep(uv_timer_t *timer)
     }
     dkv_backend_expire(http->server->backend, dkv_clock_ns(), false);
     dkv_body_pool_trim(&http->server->bodies, now_ms);
+    if (http->conns.n == 0 && http->server->bodies.warm == NULL)
+        uv_timer_stop(timer); /* an idle daemon sleeps */
 }
 
 /* ---- open and close ---- */
@@ -443,7 +471,6 @@ static void attach_to_loop(struct dkv_http *http)
     http->run_timer.data = http;
     http->sweep_timer.data = http;
     uv_poll_start(&http->poll, UV_READABLE, on_poll);
-    uv_timer_start(&http->sweep_timer, on_sweep, SWEEP_MS, SWEEP_MS);
 }
 
 enum dkv_status dkv_http_open(struct dkv_server *server, struct dkv_error *err)
@@ -461,7 +488,7 @@ enum dkv_status dkv_http_open(struct dkv_server *server, struct dkv_error *err)
         free(http);
         return status;
     }
-    http->rules.max_body_bytes = server->config->max_body_bytes;
+    http->rules.max_body_bytes = max_body_bytes(server);
     /* A web page cannot know a token, so names matter only where none is asked for. */
     http->rules.local_names_only = address.loopback && !server->auth.required;
     http->library = start_library(http, listen_fd);
@@ -487,6 +514,14 @@ void dkv_http_drain(struct dkv_http *http)
             shutdown(conn->fd, SHUT_RDWR);
             conn->doomed = true;
         }
+}
+
+bool dkv_http_is_quiet(const struct dkv_http *http)
+{
+    for (const struct dkv_conn *conn = http->conns.first; conn != NULL; conn = conn->next)
+        if (conn->phase == DKV_CONN_REPLY && !conn->doomed)
+            return false;
+    return http->server->n_accepted == 0;
 }
 
 static void free_http(uv_handle_t *handle)

@@ -24,6 +24,9 @@ unsigned dkv_http_port(const struct dkv_http *http);
  * reply. */
 void dkv_http_drain(struct dkv_http *http);
 
+/* Every accepted request has been answered and every reply sent. */
+bool dkv_http_is_quiet(const struct dkv_http *http);
+
 /* Answers or drops what is suspended and closes every connection. The backend has been closed; the
  * loop must be run until its handles are closed. */
 void dkv_http_close(struct dkv_http *http);

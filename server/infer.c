@@ -26,19 +26,18 @@ void dkv_infer_count_refusal(struct dkv_exchange *exchange, enum dkv_status stat
     dkv_metrics_request(&exchange->server->metrics, dkv_outcome_of(status), &timing);
 }
 
-static void leave(struct dkv_exchange *exchange)
-{
-    if (exchange->accepted)
-        exchange->server->n_accepted--;
-    exchange->accepted = false;
-}
-
 void dkv_infer_release(struct dkv_exchange *exchange)
 {
     dkv_body_release(&exchange->body);
     dkv_job_free(exchange->job);
     exchange->job = NULL;
-    leave(exchange);
+}
+
+void dkv_infer_leave(struct dkv_exchange *exchange)
+{
+    if (exchange->accepted)
+        exchange->server->n_accepted--;
+    exchange->accepted = false;
 }
 
 enum dkv_status dkv_infer_admit(struct dkv_exchange *exchange, struct dkv_error *err)
@@ -123,14 +122,15 @@ static enum dkv_status prepare(struct dkv_exchange *exchange, struct dkv_error *
     return status;
 }
 
-/* The smaller of what the server and what the client allow, from the request's header on. */
+/* The smaller of what the server and what the client allow. It counts from here, when the body is
+ * complete: how long that may take is judged by its rate. */
 static uint64_t deadline_of(const struct dkv_exchange *exchange)
 {
     uint64_t limit_ns = exchange->server->config->request_timeout_ms * 1000000u;
     const int64_t asked_us = exchange->job->request.params.timeout;
     if (asked_us > 0 && (uint64_t)asked_us < limit_ns / 1000u)
         limit_ns = (uint64_t)asked_us * 1000u;
-    return exchange->started_ns + limit_ns;
+    return dkv_clock_ns() + limit_ns;
 }
 
 static void refuse(struct dkv_exchange *exchange, const struct dkv_error *err)
@@ -310,7 +310,7 @@ void dkv_infer_gone(struct dkv_exchange *exchange)
     exchange->gone = true;
     exchange->away = NULL;
     dkv_infer_count_refusal(exchange, DKV_E_CANCELLED);
-    leave(exchange);
+    dkv_infer_leave(exchange);
     if (job != NULL) {
         job->done = on_done_orphan;
         job->owner = exchange->server;

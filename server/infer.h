@@ -26,4 +26,7 @@ void dkv_infer_count_refusal(struct dkv_exchange *exchange, enum dkv_status stat
 /* Frees what the exchange holds of its request. */
 void dkv_infer_release(struct dkv_exchange *exchange);
 
+/* The exchange no longer counts as accepted: its reply has left, or nobody waits for one. */
+void dkv_infer_leave(struct dkv_exchange *exchange);
+
 #endif

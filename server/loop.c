@@ -43,7 +43,7 @@ static void stop_at_once(struct life *life, const char *why)
 static void on_drain_timer(uv_timer_t *timer)
 {
     struct life *life = timer->data;
-    if (life->server.n_accepted == 0)
+    if (dkv_http_is_quiet(life->server.http))
         uv_stop(&life->loop);
     else if (dkv_clock_ms() >= life->drain_end_ms)
         stop_at_once(life, "drain_timeout_ms is over");
@@ -99,6 +99,16 @@ static enum dkv_status write_port_file(const char *path, unsigned port, struct d
         return dkv_error_set(err, DKV_E_IO, "port_file: cannot write %.120s: %s", path,
                              strerror(errno));
     return DKV_OK;
+}
+
+/* What max_queue_bytes says, or half of the memory that machine and control group leave us. */
+static uint64_t body_limit(const struct dkv_config *config)
+{
+    if (config->max_queue_bytes != 0)
+        return config->max_queue_bytes;
+    const uint64_t machine = uv_get_total_memory();
+    const uint64_t group = uv_get_constrained_memory(); /* 0: unknown */
+    return (group != 0 && group < machine ? group : machine) / 2;
 }
 
 static void learn_engine(struct dkv_server *server)
@@ -165,7 +175,7 @@ int dkv_server_run(const struct dkv_config *config)
         setenv("DKV_CPU_MASK", config->cpu_mask, 1);
     uv_loop_init(&life.loop);
     life.server.loop = &life.loop;
-    dkv_body_pool_init(&life.server.bodies, config->max_queue_bytes);
+    dkv_body_pool_init(&life.server.bodies, body_limit(config));
     uv_timer_init(&life.loop, &life.drain_timer);
     life.drain_timer.data = &life;
     add_signal(&life, &life.sigterm, on_stop_signal, SIGTERM);
