@@ -28,8 +28,12 @@ class Daemon:
         self._lines = threading.Condition()
         self._reader = threading.Thread(target=self._read_log, daemon=True)
         self._reader.start()
-        line = self.wait_for_log(r"listening on .*, port (\d+)")
-        self.port = int(line.group(1))
+        try:
+            self.port = int(self.wait_for_log(r"listening on .*, port (\d+)").group(1))
+        except AssertionError:
+            self.process.kill()
+            self._finish()
+            raise
 
     def _read_log(self):
         for line in self.process.stderr:
@@ -62,11 +66,15 @@ class Daemon:
     def __exit__(self, *exc):
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
+        code = self._finish()
+        if exc[0] is None and code not in self.allowed_codes:
+            raise AssertionError("exit status %s: %s" % (code, "\n".join(self.log)))
+
+    def _finish(self):
         code = self.wait()
         self._reader.join()
         self.process.stderr.close()
-        if exc[0] is None and code not in self.allowed_codes:
-            raise AssertionError("exit status %s: %s" % (code, "\n".join(self.log)))
+        return code
 
     allowed_codes = (0,)
 
