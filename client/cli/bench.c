@@ -127,19 +127,12 @@ static bool take_number(struct options *o, int val, const char *text)
 
 static int take_option(struct options *o, poptContext context, int val)
 {
-    struct dkv_error error;
     char *text = poptGetOptArg(context);
-    if (val < DKV_OPTION_PARAM) {
-        const bool taken = take_number(o, val, text);
-        free(text);
-        return taken ? EX_OK : EX_USAGE;
-    }
-    if (dkv_param_options_take(&o->params, val, text, &error) != DKV_OK) {
-        dkv_complain("--%s: %s", dkv_param_option_table()[val - DKV_OPTION_PARAM].longName,
-                     error.text);
-        return EX_USAGE;
-    }
-    return EX_OK;
+    if (val >= DKV_OPTION_PARAM)
+        return dkv_option_param(&o->params, val, text) ? EX_OK : EX_USAGE;
+    const bool taken = take_number(o, val, text);
+    free(text);
+    return taken ? EX_OK : EX_USAGE;
 }
 
 /* As many query rows as the window looks at, unless told otherwise. */

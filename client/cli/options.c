@@ -2,6 +2,7 @@
 #include "client/cli/options.h"
 
 #include "client/cli/embedded.h"
+#include "client/tensor_file.h"
 
 #include <errno.h>
 #include <math.h>
@@ -78,25 +79,45 @@ struct poptOption *dkv_param_option_table(void)
     return table;
 }
 
-enum dkv_status dkv_param_options_take(struct dkv_param_options *options, int val, char *argument,
-                                       struct dkv_error *err)
+static bool is_given(const struct dkv_param_options *options, const char *name)
 {
-    const struct dkv_param_info *info = dkv_param_info((enum dkv_param_id)(val - DKV_OPTION_PARAM));
+    for (size_t i = 0; i < options->n_params; i++)
+        if (strcmp(options->params[i].name, name) == 0)
+            return true;
+    return false;
+}
+
+/* The sentence of a setter begins with the parameter's name, which the option's name replaces. */
+static void complain_about(unsigned i, const char *argument, const struct dkv_error *error)
+{
+    const char *name = dkv_param_info((enum dkv_param_id)i)->name;
+    const size_t length = strlen(name);
+    const bool repeats = strncmp(error->text, name, length) == 0 && error->text[length] == ':';
+    char shown[64];
+    dkv_complain("--%s '%s':%s%s", option_names[i], dkv_printable(argument, shown, sizeof(shown)),
+                 repeats ? "" : " ", repeats ? error->text + length + 1 : error->text);
+}
+
+bool dkv_option_param(struct dkv_param_options *options, int val, char *argument)
+{
+    const unsigned i = (unsigned)(val - DKV_OPTION_PARAM);
+    const char *name = dkv_param_info((enum dkv_param_id)i)->name;
     struct dkv_params scratch;
-    enum dkv_status status = DKV_OK;
-    for (size_t i = 0; status == DKV_OK && i < options->n_params; i++)
-        if (strcmp(options->params[i].name, info->name) == 0)
-            status = dkv_error_set(err, DKV_E_INVALID, "given twice");
+    struct dkv_error error;
+    enum dkv_status status;
     dkv_params_init(&scratch);
-    if (status == DKV_OK)
-        status = dkv_params_set_text(&scratch, info->name, argument, err);
+    if (is_given(options, name))
+        status = dkv_error_set(&error, DKV_E_INVALID, "given twice");
+    else
+        status = dkv_params_set_text(&scratch, name, argument, &error);
     if (status != DKV_OK) {
+        complain_about(i, argument, &error);
         free(argument);
-        return status;
+        return false;
     }
     options->texts[options->n_params] = argument;
-    options->params[options->n_params++] = dropkv_text(info->name, argument);
-    return DKV_OK;
+    options->params[options->n_params++] = dropkv_text(name, argument);
+    return true;
 }
 
 void dkv_param_options_fini(struct dkv_param_options *options)

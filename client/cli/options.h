@@ -24,10 +24,9 @@ struct dkv_param_options {
 /* popt's table of all scoring parameters; static memory. */
 struct poptOption *dkv_param_option_table(void);
 
-/* Takes option `val` (from DKV_OPTION_PARAM on) with its argument. INVALID if it was given before
- * or its text cannot be that parameter's. */
-enum dkv_status dkv_param_options_take(struct dkv_param_options *options, int val, char *argument,
-                                       struct dkv_error *err);
+/* Takes option `val` (from DKV_OPTION_PARAM on) and its argument, which it owns from now on. False,
+ * with a complaint, if it was given before or its text cannot be that parameter's. */
+bool dkv_option_param(struct dkv_param_options *options, int val, char *argument);
 void dkv_param_options_fini(struct dkv_param_options *options);
 
 /* Where and how to connect. */

@@ -12,12 +12,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define STRIP_MIN  12u
-#define STRIP_MAX  64u
-#define NAME_MAX_  32u
-#define HEAD_BOLD  "\033[1m"
-#define STRIP_TINT "\033[36m"
-#define PLAIN      "\033[0m"
+#define STRIP_MIN        12u
+#define STRIP_MAX        64u
+#define NAME_COLUMNS_MAX 32u
+#define HEAD_BOLD        "\033[1m"
+#define STRIP_TINT       "\033[36m"
+#define PLAIN            "\033[0m"
 
 static const char *const blocks_utf8[] = {"·", "▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"};
 static const char *const blocks_ascii[] = {".", ":", "-", "=", "+", "*", "#", "%", "@"};
@@ -97,10 +97,14 @@ static unsigned text_columns(const char *text)
     return n;
 }
 
+/* Widths of the columns that fit their contents. */
 struct layout {
     unsigned name;
+    unsigned heads;
+    unsigned tokens;
+    unsigned kept;
     unsigned strip; /* 0: none */
-    bool heads;     /* a column that says which KV head */
+    bool per_head;  /* a column that says which KV head */
 };
 
 static void pad(FILE *stream, unsigned n)
@@ -108,19 +112,44 @@ static void pad(FILE *stream, unsigned n)
     fprintf(stream, "%*s", (int)n, "");
 }
 
-/* All but the first column and the strip. */
-#define FIXED_COLUMNS 55u
+static void format_heads(const struct dkv_outcome *outcome, char out[32])
+{
+    snprintf(out, 32, "%u/%u", outcome->q_heads, outcome->result->kv_heads);
+}
+
+static void format_kept(const struct dropkv_result *r, char out[64])
+{
+    snprintf(out, 64, "%s (%.1f%%)", dkv_grouped(r->keep_tokens),
+             100.0 * (double)r->keep_tokens / (double)r->n_tokens);
+}
+
+static void widen(unsigned *width, const char *text)
+{
+    const unsigned n = text_columns(text);
+    *width = n > *width ? n : *width;
+}
+
+#define PER_HEAD_COLUMNS 6u
+#define SHARES_COLUMNS   23u /* sink, recent and middle */
 
 static struct layout plan_layout(const struct dkv_report *report, unsigned width)
 {
-    struct layout layout = {.name = 5, .heads = report->per_head};
+    struct layout layout = {
+        .name = 5, .heads = 5, .tokens = 6, .kept = 4, .per_head = report->per_head};
     for (size_t i = 0; i < report->n_outcomes; i++) {
-        const unsigned n = text_columns(report->outcomes[i].name);
-        layout.name = n > layout.name ? n : layout.name;
+        char text[64];
+        const struct dkv_outcome *outcome = &report->outcomes[i];
+        widen(&layout.name, outcome->name);
+        format_heads(outcome, text);
+        widen(&layout.heads, text);
+        widen(&layout.tokens, dkv_grouped(outcome->result->n_tokens));
+        format_kept(outcome->result, text);
+        widen(&layout.kept, text);
     }
-    if (layout.name > NAME_MAX_)
-        layout.name = NAME_MAX_;
-    const unsigned used = layout.name + FIXED_COLUMNS + (layout.heads ? 6 : 0);
+    if (layout.name > NAME_COLUMNS_MAX)
+        layout.name = NAME_COLUMNS_MAX;
+    const unsigned used = layout.name + (layout.per_head ? PER_HEAD_COLUMNS : 0) + 2 +
+                          layout.heads + 2 + layout.tokens + 2 + layout.kept + SHARES_COLUMNS + 2;
     if (width >= used + STRIP_MIN)
         layout.strip = width - used > STRIP_MAX ? STRIP_MAX : width - used;
     return layout;
@@ -132,10 +161,11 @@ static void print_header(const struct layout *layout, const struct dkv_terminal 
     fputs(terminal->color ? HEAD_BOLD : "", stream);
     fputs("block", stream);
     pad(stream, layout->name - 5);
-    fprintf(stream, "%s  %7s  %9s  %16s", layout->heads ? "  head" : "", "heads", "tokens", "kept");
-    fprintf(stream, "  %5s  %6s  %6s", "sink", "recent", "middle");
+    fprintf(stream, "%s  %*s  %*s  %*s", layout->per_head ? "  head" : "", (int)layout->heads,
+            "heads", (int)layout->tokens, "tokens", (int)layout->kept, "kept");
+    fputs("   sink  recent  middle", stream);
     if (layout->strip > 0)
-        fputs(layout->strip > 30 ? "  where the kept tokens lie" : "  where", stream);
+        fputs(layout->strip >= 25 ? "  where the kept tokens lie" : "  where", stream);
     fputs(terminal->color ? PLAIN "\n" : "\n", stream);
 }
 
@@ -164,14 +194,14 @@ static void print_row(const struct row *row, const struct layout *layout,
     const struct shares shares = count_shares(row);
     char heads[32];
     char kept[64];
+    format_heads(row->outcome, heads);
+    format_kept(r, kept);
     print_name(row->outcome->name, layout->name, stream);
-    if (layout->heads)
+    if (layout->per_head)
         fprintf(stream, "  %4" PRIu64, row->first_head % r->kv_heads);
-    snprintf(heads, sizeof(heads), "%u/%u", row->outcome->q_heads, r->kv_heads);
-    snprintf(kept, sizeof(kept), "%s (%.1f%%)", dkv_grouped(r->keep_tokens),
-             100.0 * (double)r->keep_tokens / (double)r->n_tokens);
-    fprintf(stream, "  %7s  %9s  %16s  %4.0f%%  %5.0f%%  %5.0f%%", heads, dkv_grouped(r->n_tokens),
-            kept, 100.0 * shares.sink, 100.0 * shares.recent, 100.0 * shares.middle);
+    fprintf(stream, "  %*s  %*s  %*s  %4.0f%%  %5.0f%%  %5.0f%%", (int)layout->heads, heads,
+            (int)layout->tokens, dkv_grouped(r->n_tokens), (int)layout->kept, kept,
+            100.0 * shares.sink, 100.0 * shares.recent, 100.0 * shares.middle);
     if (layout->strip > 0)
         draw_strip(row, layout->strip, terminal, stream);
     fputc('\n', stream);
@@ -181,7 +211,7 @@ static void print_outcome(const struct dkv_outcome *outcome, const struct layout
                           const struct dkv_terminal *terminal, FILE *stream)
 {
     const uint64_t n_heads = (uint64_t)outcome->result->batch * outcome->result->kv_heads;
-    const uint64_t step = layout->heads ? 1 : n_heads;
+    const uint64_t step = layout->per_head ? 1 : n_heads;
     for (uint64_t h = 0; h < n_heads; h += step)
         print_row(&(struct row){outcome, h, step}, layout, terminal, stream);
 }

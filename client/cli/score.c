@@ -106,18 +106,6 @@ static int check_options(struct options *o)
     return EX_OK;
 }
 
-static int take_parameter(struct options *o, poptContext context, int val)
-{
-    struct dkv_error error;
-    const struct dkv_param_info *info = dkv_param_info((enum dkv_param_id)(val - DKV_OPTION_PARAM));
-    enum dkv_status status = dkv_param_options_take(&o->params, val, poptGetOptArg(context),
-                                                    &error);
-    if (status == DKV_OK)
-        return EX_OK;
-    dkv_complain("--%s: %s", dkv_param_option_table()[info->id].longName, error.text);
-    return EX_USAGE;
-}
-
 /* The arguments that are left are files; popt owns them until the context is freed. */
 static int read_command_line(struct command *c, poptContext context)
 {
@@ -125,7 +113,7 @@ static int read_command_line(struct command *c, poptContext context)
     int code = EX_OK;
     while (code == EX_OK && (val = poptGetNextOpt(context)) >= 0)
         if (val >= DKV_OPTION_PARAM)
-            code = take_parameter(&c->o, context, val);
+            code = dkv_option_param(&c->o.params, val, poptGetOptArg(context)) ? EX_OK : EX_USAGE;
     if (code == EX_OK && val < -1)
         code = dkv_fail_usage(context, val);
     return code == EX_OK ? check_options(&c->o) : code;
