@@ -113,7 +113,6 @@ static void open_entry(struct dkv_admission *queue, struct dkv_admission_client 
     client->open_bytes += entry->n_bytes;
     queue->n_open++;
     queue->open_bytes += entry->n_bytes;
-    queue->level[entry->level].open_bytes += entry->n_bytes;
     for (uint32_t i = 0; i < entry->n_parts; i++)
         open_lane(queue, client, entry->parts[i].lane);
     dkv_list_push_back(&client->open, &entry->node);
@@ -128,7 +127,6 @@ static void close_entry(struct dkv_admission *queue, struct dkv_admission_entry 
     client->open_bytes -= entry->n_bytes;
     queue->n_open--;
     queue->open_bytes -= entry->n_bytes;
-    queue->level[entry->level].open_bytes -= entry->n_bytes;
     for (uint32_t i = 0; i < entry->n_parts; i++)
         close_lane(queue, client, entry->parts[i].lane);
     dkv_list_remove(&entry->node);
@@ -147,6 +145,7 @@ static void part_wait(struct dkv_admission *queue, struct dkv_admission_part *pa
     entry->n_waiting++;
     queue->level[entry->level].n_waiting++;
     queue->level[entry->level].waiting_bytes += part->n_bytes;
+    entry->client->waiting_bytes += part->n_bytes;
     dkv_admission_heap_push(queue, entry);
 }
 
@@ -162,6 +161,7 @@ void dkv_admission_part_unwait(struct dkv_admission *queue, struct dkv_admission
     entry->n_waiting--;
     queue->level[entry->level].n_waiting--;
     queue->level[entry->level].waiting_bytes -= part->n_bytes;
+    entry->client->waiting_bytes -= part->n_bytes;
     if (entry->n_waiting == 0)
         dkv_admission_heap_remove(queue, entry);
 }

@@ -162,6 +162,7 @@ struct dkv_admission_client {
     struct dkv_list open; /* entries accepted and not ended */
     uint32_t n_open;
     uint64_t open_bytes;
+    uint64_t waiting_bytes;                      /* of its parts that wait for a batch */
     uint32_t lane_open[DKV_ADMISSION_LANES_MAX]; /* open parts by lane */
     struct dkv_admission_flow flows[DKV_ADMISSION_LEVELS_MAX];
 };

@@ -29,7 +29,6 @@ struct dkv_admission_level {
     uint32_t passed[DKV_ADMISSION_DEVICES_MAX]; /* batches formed while this level got nothing */
     uint32_t n_waiting;
     uint64_t waiting_bytes;
-    uint64_t open_bytes; /* of entries, accepted and not ended */
 };
 
 /* Work by where it may run: lane d is device d's memory, the last lane is any device. */
@@ -50,6 +49,7 @@ struct dkv_admission_device {
     uint64_t n_bytes;
     uint64_t last_done_us;
     double bytes_per_us; /* when loaded; 0: not known yet */
+    double batch_us;     /* of a batch, when loaded */
 };
 
 struct dkv_admission {
@@ -128,7 +128,7 @@ void dkv_admission_heap_remove(struct dkv_admission *queue, struct dkv_admission
 void dkv_admission_learn_rate(struct dkv_admission_device *device,
                               const struct dkv_admission_batch *batch, uint64_t now_us);
 
-/* The least time until an entry offered now is answered: 0 if the rate is not known. */
+/* The time until an entry offered now is answered: 0 if nothing is ahead or the rate is unknown. */
 uint64_t dkv_admission_estimate_us(const struct dkv_admission *queue,
                                    const struct dkv_admission_client *client,
                                    const struct dkv_admission_entry *entry);

@@ -59,9 +59,9 @@ void dkv_admission_stats(const struct dkv_admission *queue, uint64_t now_us,
 
 /* What the lists say. */
 struct count {
-    uint64_t n_open, open_bytes, n_clients, n_active, n_heap, n_in_flight;
+    uint64_t n_open, open_bytes, waiting_bytes, n_clients, n_active, n_heap, n_in_flight;
     struct {
-        uint64_t n_waiting, waiting_bytes, open_bytes;
+        uint64_t n_waiting, waiting_bytes;
         uint64_t lane_parts[DKV_ADMISSION_LANES_MAX];
     } level[DKV_ADMISSION_LEVELS_MAX];
     struct {
@@ -91,6 +91,7 @@ static void count_part(struct count *count, const struct dkv_admission_part *par
 
     count->level[l].n_waiting++;
     count->level[l].waiting_bytes += part->n_bytes;
+    count->waiting_bytes += part->n_bytes;
     if (part->n_launches > 0) {
         count->lane[part->lane].n_replays++;
         return;
@@ -127,7 +128,6 @@ static enum dkv_status count_entry(const struct dkv_admission *queue,
     count->n_heap += in_heap;
     count->n_open++;
     count->open_bytes += n_bytes;
-    count->level[entry->level].open_bytes += n_bytes;
     count->n_in_flight += entry->n_in_flight;
     return DKV_OK;
 }
@@ -137,6 +137,7 @@ static enum dkv_status count_client(const struct dkv_admission *queue,
                                     struct dkv_error *err)
 {
     const uint64_t open_before = count->n_open, bytes_before = count->open_bytes;
+    const uint64_t waiting_before = count->waiting_bytes;
     uint64_t lane_open[DKV_ADMISSION_LANES_MAX] = {0};
 
     DKV_LIST_EACH (node, &client->open) {
@@ -149,6 +150,7 @@ static enum dkv_status count_client(const struct dkv_admission *queue,
             lane_open[entry->parts[i].lane]++;
     }
     SAME("a client's open entries", client->n_open, count->n_open - open_before);
+    SAME("a client's waiting bytes", client->waiting_bytes, count->waiting_bytes - waiting_before);
     SAME("a client's open bytes", client->open_bytes, count->open_bytes - bytes_before);
     for (uint32_t i = 0; i <= queue->config.n_devices; i++) {
         SAME("a client's open parts of a lane", client->lane_open[i], lane_open[i]);
@@ -216,7 +218,6 @@ static enum dkv_status check_levels(const struct dkv_admission *queue, const str
         const struct dkv_admission_level *level = &queue->level[l];
         SAME("a level's waiting parts", level->n_waiting, count->level[l].n_waiting);
         SAME("a level's waiting bytes", level->waiting_bytes, count->level[l].waiting_bytes);
-        SAME("a level's open bytes", level->open_bytes, count->level[l].open_bytes);
         for (uint32_t i = 0; i <= queue->config.n_devices; i++)
             SAME("a level's parts of a lane", level->lane_parts[i], count->level[l].lane_parts[i]);
     }

@@ -120,7 +120,8 @@ struct sim {
     uint32_t passed[SIM_LEVELS][SIM_DEVICES];
     uint32_t turns_waited[SIM_CLIENTS][SIM_LEVELS][SIM_DEVICES];
     int64_t served[SIM_CLIENTS][SIM_LEVELS][SIM_DEVICES];
-    /* served[a] - served[b] when b last had nothing waiting, or a was new. */
+    bool waits[SIM_CLIENTS][SIM_LEVELS][SIM_DEVICES];
+    /* served[a] - served[b] when b began to wait, or a was new. */
     int64_t base[SIM_LEVELS][SIM_DEVICES][SIM_CLIENTS][SIM_CLIENTS];
     int64_t largest_cost; /* of any part so far */
 

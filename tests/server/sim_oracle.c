@@ -71,15 +71,17 @@ static void set_base(struct sim *sim, uint32_t level, uint32_t device, uint32_t 
     sim->base[level][device][a][b] = sim->served[a][level][device] - sim->served[b][level][device];
 }
 
-/* For a client with nothing to run, the comparison of service starts anew. */
-static void reset_bases(struct sim *sim, uint32_t level, uint32_t device)
+/* For a client that begins to wait, the comparison of service starts anew. */
+static void note_waiting(struct sim *sim, uint32_t level, uint32_t device)
 {
     for (uint32_t b = 0; b < sim->scenario.n_clients; b++) {
-        if (flow_waits(sim, b, level, device))
-            continue;
-        sim->turns_waited[b][level][device] = 0;
-        for (uint32_t a = 0; a < sim->scenario.n_clients; a++)
-            set_base(sim, level, device, a, b);
+        const bool waits = flow_waits(sim, b, level, device);
+        if (waits && !sim->waits[b][level][device]) {
+            sim->turns_waited[b][level][device] = 0;
+            for (uint32_t a = 0; a < sim->scenario.n_clients; a++)
+                set_base(sim, level, device, a, b);
+        }
+        sim->waits[b][level][device] = waits;
     }
 }
 
@@ -109,7 +111,7 @@ void oracle_refresh(struct sim *sim)
     }
     for (uint32_t l = 0; l < sim->config.n_levels; l++)
         for (uint32_t d = 0; d < sim->config.n_devices; d++)
-            reset_bases(sim, l, d);
+            note_waiting(sim, l, d);
 }
 
 /* --- offers -------------------------------------------------------------------------------- */
@@ -655,6 +657,8 @@ static void check_fairness(struct sim *sim, uint32_t l, uint32_t d)
         if (deficit > (int64_t)sim->config.quantum_bytes || deficit < -largest_debt(sim))
             sim_fail(sim, "client %u has a deficit of %lld", a, (long long)deficit);
         for (uint32_t b = 0; b < sim->scenario.n_clients; b++) {
+            if (!sim->waits[b][l][d])
+                continue;
             const int64_t more = sim->served[a][l][d] - sim->served[b][l][d] -
                                  sim->base[l][d][a][b];
             if (more > 2 * range)

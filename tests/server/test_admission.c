@@ -521,10 +521,10 @@ static void a_request_that_would_miss_its_deadline_is_refused_at_once(void **sta
         accepted(f, 0, 1);
     dkv_admission_complete(f->queue, batch(f, 1, 1), 101); /* 100 bytes in 100 us */
     struct job *j = job(f);
-    j->entry.timeout_us = 150; /* client 1's turn comes after one of client 0's */
+    j->entry.timeout_us = 300; /* client 1's turn comes at once */
     assert_int_equal(offer(f, 1, j, 101), DKV_ADMISSION_ACCEPTED);
     struct job *hopeless = job(f);
-    hopeless->entry.timeout_us = 150; /* behind eleven of its own */
+    hopeless->entry.timeout_us = 300; /* behind eleven of its own */
     assert_int_equal(offer(f, 0, hopeless, 101), DKV_ADMISSION_LATE);
     assert_int_equal(dkv_admission_verdict_info(DKV_ADMISSION_LATE)->status, DKV_E_BUSY);
     end(f);
