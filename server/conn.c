@@ -49,11 +49,12 @@ void dkv_conn_enter(struct dkv_conn *conn, enum dkv_conn_phase phase, uint64_t n
     conn->body_bytes = 0;
 }
 
-/* Milliseconds that `n_bytes` may take at the lowest rate allowed. */
-static uint64_t slowest_ms(uint64_t n_bytes, const struct dkv_config *config)
+/* Milliseconds that `n_bytes` may take at the lowest rate allowed. A real, since no product of
+ * clients' lengths overflows one. */
+static double slowest_ms(uint64_t n_bytes, const struct dkv_config *config)
 {
-    return config->body_grace_ms +
-           (uint64_t)((double)n_bytes * 1000.0 / (double)config->body_min_bytes_per_s);
+    return (double)config->body_grace_ms +
+           (double)n_bytes * 1000.0 / (double)config->body_min_bytes_per_s;
 }
 
 bool dkv_conn_overdue(const struct dkv_conn *conn, const struct dkv_config *config, uint64_t now_ms,
@@ -69,10 +70,10 @@ bool dkv_conn_overdue(const struct dkv_conn *conn, const struct dkv_config *conf
         return lasted_ms > config->keepalive_timeout_ms;
     case DKV_CONN_BODY:
         *reason_out = DKV_REFUSAL_BODY_TIME;
-        return lasted_ms > slowest_ms(conn->body_bytes, config);
+        return (double)lasted_ms > slowest_ms(conn->body_bytes, config);
     case DKV_CONN_REPLY:
         *reason_out = DKV_REFUSAL_REPLY_TIME;
-        return lasted_ms > slowest_ms(conn->reply_bytes, config);
+        return (double)lasted_ms > slowest_ms(conn->reply_bytes, config);
     case DKV_CONN_WORK: break;
     }
     return false;
