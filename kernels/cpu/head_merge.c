@@ -228,11 +228,11 @@ unsigned dkv_head_merge(struct dkv_head *head, const struct dkv_tile *tile)
     return finish_rows(head, &head->splits[0], tile);
 }
 
-/* The published form with rounding: p is rounded, a is made of rounded p and stored rounded. */
+/* The published form with rounding: p is rounded and a is made of the rounded p. a itself is not
+ * rounded: that is what reproduces the authors' scores (kernels/ref.h). */
 void dkv_head_merge_a2(struct dkv_head *head, const struct dkv_tile *tile)
 {
     const double eps = head->item->params->eps;
-    const double unit = (double)head->values.scale;
     for (uint32_t r = 0; r < head->rows; r++) {
         if (head->best_p[r] == 0.0)
             continue; /* silent */
@@ -249,7 +249,7 @@ void dkv_head_merge_a2(struct dkv_head *head, const struct dkv_tile *tile)
             double a = p * (double)tile->row[d] + mass * centre;
             for (uint32_t s = 0; s < head->n_splits; s++)
                 a += (double)head->splits[s].panel[d * head->n_rows + r];
-            a = (double)dkv_round_to_dtype((float)(a * unit), head->round) / unit - centre;
+            a -= centre;
             store_output(head, r, d, a);
             const double x = (a - (double)tile->row[d]) * (double)head->value_factor;
             distance += x * x;
