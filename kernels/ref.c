@@ -31,6 +31,7 @@ struct head {
 struct row {
     double *z;      /* [n] */
     double *p;      /* [n]; 0 where not visible */
+    double sink_p;  /* share of the sink logit; 0 without one */
     double *output; /* [dv] */
 };
 
@@ -195,18 +196,44 @@ static double squared_distance(const double *a, const double *b, size_t dim)
     return sum;
 }
 
+/* Whether p is rounded at all: fp32 holds it as it is, and fp8 is no type for probabilities. */
+static bool rounds(const struct job *job)
+{
+    const enum dkv_dtype dtype = job->block->query.dtype;
+    return job->params->p_round == DKV_P_ROUND_INPUT && (dtype == DKV_BF16 || dtype == DKV_FP16);
+}
+
 static double round_to_input(const struct job *job, double x)
 {
-    if (job->params->p_round != DKV_P_ROUND_INPUT)
-        return x;
-    const enum dkv_dtype dtype = job->block->query.dtype;
-    return dtype == DKV_BF16 || dtype == DKV_FP16 ? (double)dkv_round_to_dtype((float)x, dtype) : x;
+    return rounds(job) ? (double)dkv_round_to_dtype((float)x, job->block->query.dtype) : x;
+}
+
+static double sum_without(const double *p, size_t last_seen, size_t left_out)
+{
+    double sum = 0;
+    for (size_t j = 0; j <= last_seen; j++)
+        sum += j == left_out ? 0 : p[j];
+    return sum;
+}
+
+/* output = sum of p_j v_j over all tokens but `left_out` (SIZE_MAX: all). */
+static void weigh(const struct job *job, const double *p, size_t last_seen, size_t left_out,
+                  double *output)
+{
+    for (size_t e = 0; e < job->dv; e++)
+        output[e] = 0;
+    for (size_t j = 0; j <= last_seen; j++) {
+        if (p[j] == 0 || j == left_out)
+            continue;
+        for (size_t e = 0; e < job->dv; e++)
+            output[e] += p[j] * job->head.value[j * job->dv + e];
+    }
 }
 
 /* Softmax of row->z over the visible tokens but `left_out` (SIZE_MAX: all), with the query head's
  * sink logit as one more term of value 0, and the output. Returns how many tokens took part. */
 static size_t attend(const struct job *job, const double *z, size_t last_seen, size_t left_out,
-                     uint32_t query_head, double *p, double *output)
+                     uint32_t query_head, double *p, double *sink_p_out, double *output)
 {
     const float *sink_logits = job->block->sink_logits;
     size_t seen = 0;
@@ -214,7 +241,8 @@ static size_t attend(const struct job *job, const double *z, size_t last_seen, s
     for (size_t j = 0; j <= last_seen; j++)
         if (visible(job, last_seen, j) && j != left_out && z[j] > max)
             max = z[j];
-    double sum = sink_logits != NULL ? exp((double)sink_logits[query_head] - max) : 0;
+    const double sink = sink_logits != NULL ? exp((double)sink_logits[query_head] - max) : 0;
+    double sum = sink;
     for (size_t j = 0; j < job->n; j++) {
         p[j] = 0;
         if (!visible(job, last_seen, j) || j == left_out)
@@ -223,15 +251,10 @@ static size_t attend(const struct job *job, const double *z, size_t last_seen, s
         p[j] = exp(z[j] - max);
         sum += p[j];
     }
-    for (size_t e = 0; e < job->dv; e++)
-        output[e] = 0;
-    for (size_t j = 0; j < job->n; j++) {
-        if (p[j] == 0)
-            continue;
+    for (size_t j = 0; j <= last_seen; j++)
         p[j] /= sum;
-        for (size_t e = 0; e < job->dv; e++)
-            output[e] += p[j] * job->head.value[j * job->dv + e];
-    }
+    *sink_p_out = sink / sum;
+    weigh(job, p, last_seen, SIZE_MAX, output);
     return seen;
 }
 
@@ -243,8 +266,38 @@ static double distance_left_out(struct job *job, size_t last_seen, uint32_t quer
     const double p = job->row.p[j];
     if (p <= 0.5)
         return sqrt(squared_distance(job->row.output, v, job->dv)) / (1 - p);
-    attend(job, job->row.z, last_seen, j, query_head, p_scratch, job->without);
+    double sink_p;
+    attend(job, job->row.z, last_seen, j, query_head, p_scratch, &sink_p, job->without);
     return sqrt(squared_distance(job->without, v, job->dv));
+}
+
+/* The published form, (p / (1 - p + eps))^2 |a - v_j|^2, p rounded where asked and a made of that
+ * p. For a token with most of the mass both 1 - p and a - v_j are differences of nearly equal
+ * numbers, so they are summed from the other tokens: 1 - p = sum p_i, a - v_j = sum p_i v_i -
+ * (1 - p) v_j. A rounded p makes 1 - p exact as it stands. */
+static void score_published(struct job *job, size_t last_seen)
+{
+    const double eps = job->params->eps;
+    double *p = job->row.p, *output = job->row.output, *rest = job->without;
+    for (size_t j = 0; j <= last_seen; j++)
+        p[j] = round_to_input(job, p[j]);
+    weigh(job, p, last_seen, SIZE_MAX, output);
+    for (size_t j = 0; j <= last_seen; j++) {
+        if (!visible(job, last_seen, j))
+            continue;
+        const double *v = job->head.value + j * job->dv;
+        double left = 1 - p[j], distance = squared_distance(output, v, job->dv);
+        if (p[j] > 0.5) {
+            if (!rounds(job))
+                left = job->row.sink_p + sum_without(p, last_seen, j);
+            weigh(job, p, last_seen, j, rest);
+            distance = 0;
+            for (size_t e = 0; e < job->dv; e++)
+                distance += (rest[e] - left * v[e]) * (rest[e] - left * v[e]);
+        }
+        const double weight = p[j] / (left + eps);
+        job->query_score[j] += weight * weight * distance;
+    }
 }
 
 /* Adds one query row's terms to query_score. Row t of the window sees tokens up to n - w + t. */
@@ -271,7 +324,7 @@ static enum dkv_status score_row(struct job *job, uint32_t query_head, size_t t,
         job->row.z[j] = z;
     }
     const size_t seen = attend(job, job->row.z, last_seen, SIZE_MAX, query_head, job->row.p,
-                               job->row.output);
+                               &job->row.sink_p, job->row.output);
     if (seen < 2)
         return DKV_OK; /* one key: protected by class, adds nothing */
 
@@ -285,22 +338,7 @@ static enum dkv_status score_row(struct job *job, uint32_t query_head, size_t t,
         }
         return DKV_OK;
     }
-    /* The published form: p is rounded, and the output is made of the rounded p. */
-    for (size_t e = 0; e < job->dv; e++)
-        job->row.output[e] = 0;
-    for (size_t j = 0; j <= last_seen; j++) {
-        job->row.p[j] = round_to_input(job, job->row.p[j]);
-        for (size_t e = 0; e < job->dv && job->row.p[j] > 0; e++)
-            job->row.output[e] += job->row.p[j] * job->head.value[j * job->dv + e];
-    }
-    for (size_t j = 0; j <= last_seen; j++) {
-        if (!visible(job, last_seen, j))
-            continue;
-        const double weight = job->row.p[j] / (1 - job->row.p[j] + params->eps);
-        job->query_score[j] += weight * weight *
-                               squared_distance(job->row.output, job->head.value + j * job->dv,
-                                                job->dv);
-    }
+    score_published(job, last_seen);
     return DKV_OK;
 }
 
@@ -468,7 +506,8 @@ enum dkv_status dkv_ref_run(const struct dkv_block *block, const struct dkv_para
         .dv = dv,
         .head = {calloc(n * block->head_dim, sizeof(double)), calloc(n * dv, sizeof(double)),
                  calloc(n, sizeof(bool))},
-        .row = {calloc(n, sizeof(double)), calloc(n, sizeof(double)), calloc(dv, sizeof(double))},
+        .row = {calloc(n, sizeof(double)), calloc(n, sizeof(double)), 0,
+                calloc(dv, sizeof(double))},
         .query = calloc(block->head_dim, sizeof(double)),
         .without = calloc(dv, sizeof(double)),
         .query_score = calloc(n, sizeof(double)),
