@@ -362,11 +362,17 @@ static int by_name(const void *a, const void *b)
     return strcmp(x->name, y->name);
 }
 
+static void sort(const struct builder *b, int (*order)(const void *, const void *))
+{
+    if (b->n_tensors > 0) /* qsort() wants an array even for nothing */
+        qsort(b->tensors, b->n_tensors, sizeof(b->tensors[0]), order);
+}
+
 static enum dkv_status check_tiling(const struct builder *b, struct dkv_error *err)
 {
     char shown[SHOWN_NAME];
     uint64_t end = 0;
-    qsort(b->tensors, b->n_tensors, sizeof(b->tensors[0]), by_place);
+    sort(b, by_place);
     for (size_t i = 0; i < b->n_tensors; i++) {
         const struct dkv_tensor *t = &b->tensors[i];
         const uint64_t begin = (uint64_t)(t->data - b->data);
@@ -387,7 +393,7 @@ static enum dkv_status check_tiling(const struct builder *b, struct dkv_error *e
 
 static enum dkv_status check_names(const struct builder *b, struct dkv_error *err)
 {
-    qsort(b->tensors, b->n_tensors, sizeof(b->tensors[0]), by_name);
+    sort(b, by_name);
     for (size_t i = 1; i < b->n_tensors; i++)
         if (strcmp(b->tensors[i - 1].name, b->tensors[i].name) == 0)
             return refuse(err, b->tensors[i].name, "the name is used twice");
@@ -430,14 +436,12 @@ enum dkv_status dkv_safetensors_parse(const void *bytes, uint64_t size,
         .data_bytes = size - LENGTH_BYTES - header_bytes,
     };
     enum dkv_status status = read_header((struct scanner){header, header + header_bytes}, &b, err);
-    if (status == DKV_OK && b.n_tensors > 0) {
+    if (status == DKV_OK) {
         place_names(&b);
         status = check_tiling(&b, err);
-        if (status == DKV_OK)
-            status = check_names(&b, err);
-    } else if (status == DKV_OK && b.data_bytes != 0) {
-        status = check_tiling(&b, err);
     }
+    if (status == DKV_OK)
+        status = check_names(&b, err);
     if (status != DKV_OK) {
         free(b.tensors);
         free(b.names);
