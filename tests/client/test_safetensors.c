@@ -92,8 +92,7 @@ static void empty_files_and_empty_tensors_are_fine(void **state)
     const char *const headers[] = {
         "{}",
         "{ }",
-        "{\"e\":{\"dtype\":\"F32\",\"shape\":[0,4],\"data_offsets\":[0,0]},"
-        "\"f\":{\"dtype\":\"F32\",\"shape\":[0],\"data_offsets\":[0,0]}}",
+        "{\"e\":{\"dtype\":\"F32\",\"shape\":[0,4],\"data_offsets\":[0,0]}}",
     };
     for (size_t i = 0; i < sizeof(headers) / sizeof(headers[0]); i++) {
         struct file file = well_formed(headers[i], 0);
@@ -262,8 +261,9 @@ static void a_million_tensors_are_read_in_seconds(void **state)
     print_message("%.2f s of processor time\n", seconds);
     assert_int_equal(index.n_tensors, N);
     assert_non_null(dkv_tensor_index_find(&index, "t777777"));
-    if (getenv("DKV_SANITIZED") == NULL)
-        assert_true(seconds < 5.0);
+#ifndef __SANITIZE_ADDRESS__ /* which makes allocations many times dearer */
+    assert_true(seconds < 5.0);
+#endif
     dkv_tensor_index_fini(&index);
     free(file.bytes);
 }

@@ -1,0 +1,27 @@
+#!/bin/sh
+# Manual pages are clean mdoc, and tell of every option that the program's own help tells of.
+#
+# usage: check_man.sh PAGE PROGRAM [COMMAND...]
+set -eu
+page=$1 program=$2
+shift 2
+command -v mandoc >/dev/null || { echo "skipped: mandoc is not installed"; exit 77; }
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+
+# Pages that refer to each other need not be installed to be right.
+mandoc -T lint "$page" | grep -v 'referenced manual not found' >"$scratch/lint" || true
+[ ! -s "$scratch/lint" ] || { cat "$scratch/lint"; exit 1; }
+
+mandoc -T ascii "$page" | sed "s/.$(printf '\b')//g" >"$scratch/text"
+missing=0
+for command in "${@:-}"; do
+    # shellcheck disable=SC2086 # no command is no word
+    for option in $("$program" $command --help | grep -oE '(^|[ ,])--[a-z][a-z0-9-]*' | tr -d ' ,' | sort -u); do
+        [ "$option" = --usage ] && continue
+        grep -qE -- "$option([^a-z-]|\$)" "$scratch/text" ||
+            { echo "$(basename "$page") does not tell of $command $option"; missing=1; }
+    done
+done
+[ "$missing" -eq 0 ] && echo "man: $(basename "$page") is clean and complete"
+exit "$missing"
