@@ -83,6 +83,11 @@ struct dkv_engine_ops {
 /* The CPU engine: always there. */
 extern const struct dkv_engine_ops dkv_engine_cpu;
 
+/* Which instruction sets CPU engines opened from now on may use, instead of the environment's
+ * DKV_CPU_MASK: bit 0 AVX2 with FMA and F16C, bit 1 AVX-512, bit 2 AVX512-BF16; 0: portable code
+ * only. Bits of what the processor lacks do nothing. */
+void dkv_engine_cpu_mask(uint32_t mask);
+
 /* submit() and wait() in one. */
 static inline enum dkv_status dkv_engine_run(const struct dkv_engine_ops *ops,
                                              struct dkv_engine *engine, struct dkv_item *items,

@@ -23,7 +23,7 @@ static bool has_bf16_dot(void)
     return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1u);
 }
 
-static uint32_t detect(void)
+uint32_t dkv_cpu_capable(void)
 {
     uint32_t flags = 0;
     __builtin_cpu_init();
@@ -35,9 +35,16 @@ static uint32_t detect(void)
         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl"))
         flags |= DKV_CPU_AVX512;
-    if ((flags & DKV_CPU_AVX512) && has_bf16_dot() && __builtin_cpu_is("amd"))
+    if ((flags & DKV_CPU_AVX512) && has_bf16_dot())
         flags |= DKV_CPU_AVX512BF16;
     return flags;
+}
+
+/* What pays: everything, but for slow bf16 dot products. */
+static uint32_t detect(void)
+{
+    const uint32_t flags = dkv_cpu_capable();
+    return __builtin_cpu_is("amd") ? flags : flags & ~(uint32_t)DKV_CPU_AVX512BF16;
 }
 
 void dkv_cpu_model(char *name_out, size_t name_bytes)
@@ -73,6 +80,11 @@ void dkv_cpu_fpu_leave(unsigned saved)
     _mm_setcsr(saved);
 }
 #else
+uint32_t dkv_cpu_capable(void)
+{
+    return 0;
+}
+
 static uint32_t detect(void)
 {
     return 0;

@@ -19,6 +19,10 @@ enum dkv_cpu_flag {
                                      offered */
 };
 
+/* Flags of everything that this processor can execute, slow or not, whatever the mask: for tests.
+ */
+uint32_t dkv_cpu_capable(void);
+
 /* Flags detected and not masked. The mask is the environment's DKV_CPU_MASK (decimal, or hex after
  * 0x; absent: all; 0: portable code only) unless dkv_cpu_mask_set() replaced it. */
 uint32_t dkv_cpu_flags(void);

@@ -5,14 +5,49 @@
  * 2 * DOT_KEYS FMAs, which keeps both FMA ports busy from L1.
  */
 
+/* Rows to fetch ahead, dealt out in small portions between multiply-adds: a core has a dozen or so
+ * line fill buffers, and a burst that fills them stalls the products' own loads. */
+struct fetch {
+    const void *const *row, *const *end;
+    size_t at, row_bytes; /* `at`: next byte of *row to ask for */
+    size_t portion;       /* lines per step */
+};
+
+static struct fetch fetch_plan(const struct dkv_ahead *ahead, size_t n_steps)
+{
+    if (ahead == NULL || n_steps == 0)
+        return (struct fetch){0};
+    const size_t lines = ahead->n_rows * ((ahead->row_bytes + 63) / 64);
+    return (struct fetch){
+        .row = ahead->rows,
+        .end = ahead->rows + ahead->n_rows,
+        .row_bytes = ahead->row_bytes,
+        .portion = (lines + n_steps - 1) / n_steps,
+    };
+}
+
+/* Always inline: gcc takes a function that only prefetches for one without effects and drops it. */
+DKV_BLOCK void fetch_step(struct fetch *fetch)
+{
+    for (size_t i = 0; i < fetch->portion && fetch->row < fetch->end; i++) {
+        __builtin_prefetch((const char *)*fetch->row + fetch->at, 0, 2);
+        fetch->at += 64;
+        if (fetch->at >= fetch->row_bytes) {
+            fetch->at = 0;
+            fetch->row++;
+        }
+    }
+}
+
+#define DOT_STEP 8  /* elements between two fetches; dim is a multiple of 8 */
+#define ACC_STEP 12 /* keys between two fetches */
+
 /* Additions of one accumulator before it is set aside: shorter chains lose fewer digits. */
 #define DOT_CHAIN 64
 
 /* `vecs` vectors of rows times `keys` keys; both constants after inlining. */
-static inline __attribute__((always_inline)) void dot_block(size_t vecs, size_t keys, float *tile,
-                                                            const float *panel, size_t n_rows,
-                                                            const float *rows, size_t ld,
-                                                            size_t dim)
+DKV_BLOCK void dot_block(size_t vecs, size_t keys, float *tile, const float *panel, size_t n_rows,
+                         const float *rows, size_t ld, size_t dim, struct fetch *fetch)
 {
     for (size_t start = 0; start < dim; start += DOT_CHAIN) {
         const size_t end = start + DOT_CHAIN < dim ? start + DOT_CHAIN : dim;
@@ -20,15 +55,18 @@ static inline __attribute__((always_inline)) void dot_block(size_t vecs, size_t 
 #pragma GCC unroll 12
         for (size_t k = 0; k < keys; k++)
             acc[k][0] = acc[k][1] = v_set1(0.0f);
-        for (size_t d = start; d < end; d++) {
-            const vf q0 = v_load(panel + d * n_rows);
-            const vf q1 = vecs > 1 ? v_load(panel + d * n_rows + LANES) : q0;
+        for (size_t step = start; step < end; step += DOT_STEP) {
+            fetch_step(fetch);
+            for (size_t d = step; d < step + DOT_STEP; d++) {
+                const vf q0 = v_load(panel + d * n_rows);
+                const vf q1 = vecs > 1 ? v_load(panel + d * n_rows + LANES) : q0;
 #pragma GCC unroll 12
-            for (size_t k = 0; k < keys; k++) {
-                const vf x = v_set1(rows[k * ld + d]);
-                acc[k][0] = v_fma(q0, x, acc[k][0]);
-                if (vecs > 1)
-                    acc[k][1] = v_fma(q1, x, acc[k][1]);
+                for (size_t k = 0; k < keys; k++) {
+                    const vf x = v_set1(rows[k * ld + d]);
+                    acc[k][0] = v_fma(q0, x, acc[k][0]);
+                    if (vecs > 1)
+                        acc[k][1] = v_fma(q1, x, acc[k][1]);
+                }
             }
         }
 #pragma GCC unroll 12
@@ -42,37 +80,41 @@ static inline __attribute__((always_inline)) void dot_block(size_t vecs, size_t 
 }
 
 static void dot(float *tile, const float *panel, size_t n_rows, const float *rows, size_t ld,
-                size_t n_keys, size_t dim)
+                size_t n_keys, size_t dim, const struct dkv_ahead *ahead)
 {
+    const size_t n_blocks = n_keys / DOT_KEYS;
+    const size_t pairs = (n_rows + 2 * LANES - 1) / (2 * LANES);
     size_t key = 0;
-    for (; key + DOT_KEYS <= n_keys; key += DOT_KEYS) {
+    struct fetch fetch = fetch_plan(ahead, n_blocks * (dim / DOT_STEP) * pairs);
+    for (size_t block = 0; block < n_blocks; block++, key += DOT_KEYS) {
         float *out = tile + key * n_rows;
         const float *in = rows + key * ld;
         size_t r = 0;
         for (; r + 2 * LANES <= n_rows; r += 2 * LANES)
-            dot_block(2, DOT_KEYS, out + r, panel + r, n_rows, in, ld, dim);
+            dot_block(2, DOT_KEYS, out + r, panel + r, n_rows, in, ld, dim, &fetch);
         if (r < n_rows)
-            dot_block(1, DOT_KEYS, out + r, panel + r, n_rows, in, ld, dim);
+            dot_block(1, DOT_KEYS, out + r, panel + r, n_rows, in, ld, dim, &fetch);
     }
     for (; key < n_keys; key++) {
         for (size_t r = 0; r < n_rows; r += LANES)
-            dot_block(1, 1, tile + key * n_rows + r, panel + r, n_rows, rows + key * ld, ld, dim);
+            dot_block(1, 1, tile + key * n_rows + r, panel + r, n_rows, rows + key * ld, ld, dim,
+                      &fetch);
     }
 }
 
 #define ACC_DIMS (DOT_KEYS < 8 ? 4 : 8) /* dim is a multiple of 8 */
 
-static inline __attribute__((always_inline)) void accumulate_block(size_t vecs, float *panel,
-                                                                   const float *keep, size_t n_rows,
-                                                                   const float *tile,
-                                                                   const float *rows, size_t ld,
-                                                                   size_t n_keys)
+DKV_BLOCK void accumulate_block(size_t vecs, float *panel, const float *keep, size_t n_rows,
+                                const float *tile, const float *rows, size_t ld, size_t n_keys,
+                                struct fetch *fetch)
 {
     vf acc[ACC_DIMS][2];
 #pragma GCC unroll 8
     for (size_t i = 0; i < ACC_DIMS; i++)
         acc[i][0] = acc[i][1] = v_set1(0.0f);
     for (size_t k = 0; k < n_keys; k++) {
+        if (k % ACC_STEP == 0)
+            fetch_step(fetch);
         const vf p0 = v_load(tile + k * n_rows);
         const vf p1 = vecs > 1 ? v_load(tile + k * n_rows + LANES) : p0;
 #pragma GCC unroll 8
@@ -93,14 +135,17 @@ static inline __attribute__((always_inline)) void accumulate_block(size_t vecs, 
 }
 
 static void accumulate(float *panel, const float *keep, size_t n_rows, const float *tile,
-                       const float *rows, size_t ld, size_t n_keys, size_t dim)
+                       const float *rows, size_t ld, size_t n_keys, size_t dim,
+                       const struct dkv_ahead *ahead)
 {
+    const size_t pairs = (n_rows + 2 * LANES - 1) / (2 * LANES);
+    struct fetch fetch = fetch_plan(ahead, pairs * (dim / ACC_DIMS) * (n_keys / ACC_STEP));
     for (size_t d = 0; d < dim; d += ACC_DIMS) {
         float *out = panel + d * n_rows;
         size_t r = 0;
         for (; r + 2 * LANES <= n_rows; r += 2 * LANES)
-            accumulate_block(2, out + r, keep + r, n_rows, tile + r, rows + d, ld, n_keys);
+            accumulate_block(2, out + r, keep + r, n_rows, tile + r, rows + d, ld, n_keys, &fetch);
         if (r < n_rows)
-            accumulate_block(1, out + r, keep + r, n_rows, tile + r, rows + d, ld, n_keys);
+            accumulate_block(1, out + r, keep + r, n_rows, tile + r, rows + d, ld, n_keys, &fetch);
     }
 }

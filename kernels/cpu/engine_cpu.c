@@ -375,6 +375,11 @@ static enum dkv_status cpu_wait(struct dkv_engine *engine, struct dkv_error *err
     return DKV_OK;
 }
 
+void dkv_engine_cpu_mask(uint32_t mask)
+{
+    dkv_cpu_mask_set(mask);
+}
+
 const struct dkv_engine_ops dkv_engine_cpu = {
     .abi = DKV_ENGINE_ABI,
     .name = "cpu",

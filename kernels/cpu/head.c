@@ -120,8 +120,8 @@ void dkv_head_place(struct dkv_head *head, void *memory)
 static size_t deal_tile(struct dkv_tile *tile, const struct dkv_head *head, void *memory)
 {
     struct dealer dealer = {.base = memory};
-    tile->keys = deal(&dealer, (size_t)DKV_TILE_KEYS * head->dim, sizeof(float));
-    tile->values = deal(&dealer, (size_t)DKV_TILE_KEYS * head->v_dim, sizeof(float));
+    const uint32_t dim = head->dim > head->v_dim ? head->dim : head->v_dim;
+    tile->rows = deal(&dealer, (size_t)DKV_TILE_KEYS * dim, sizeof(float));
     tile->logits = deal(&dealer, (size_t)DKV_TILE_KEYS * head->n_rows, sizeof(float));
     tile->terms = deal(&dealer, (size_t)DKV_TILE_KEYS * head->n_rows, sizeof(float));
     tile->keep = deal(&dealer, head->n_rows, sizeof(float));

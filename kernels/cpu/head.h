@@ -45,7 +45,8 @@ struct dkv_split_state {
 
 /* One thread's tile. */
 struct dkv_tile {
-    float *keys, *values;  /* [DKV_TILE_KEYS][dim], [DKV_TILE_KEYS][v_dim] */
+    float *rows;           /* [DKV_TILE_KEYS][dim]: keys, then values in their place, which keeps
+                              a tile in the first cache level */
     float *logits, *terms; /* [DKV_TILE_KEYS][n_rows] */
     float *keep, *sum, *back;
     int32_t *back_key;
@@ -116,7 +117,8 @@ void dkv_head_finish(const struct dkv_head *head);
 enum dkv_status dkv_head_explain(const struct dkv_head *head, unsigned faults,
                                  struct dkv_error *err);
 
-/* Shared by the files of this object: loads the rows of `n` tokens from `first`. */
+/* Shared by the files of this object: loads the values of `n` tokens from `first`. top_out as for
+ * dkv_load_fn. */
 unsigned dkv_head_load_values(const struct dkv_head *head, float *rows, uint64_t first, size_t n,
                               float factor, const float *shift, float *top_out);
 #endif

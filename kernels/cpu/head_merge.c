@@ -62,9 +62,8 @@ static unsigned merge_splits(const struct dkv_head *head, struct dkv_split_state
     for (uint32_t r = 0; r < head->rows; r++) {
         if (tile->back[r] == 0.0f)
             continue;
-        float top;
         const unsigned faults = dkv_head_load_values(head, tile->row, (uint64_t)tile->back_key[r],
-                                                     1, 1.0f, head->value_shift, &top);
+                                                     1, 1.0f, head->value_shift, NULL);
         if (faults != DKV_FAULT_NONE)
             return faults;
         for (uint32_t d = 0; d < head->v_dim; d++)
@@ -202,9 +201,8 @@ static unsigned finish_rows(struct dkv_head *head, const struct dkv_split_state 
                 head->flags[key] |= DKV_TOKEN_PROTECTED;
             continue;
         }
-        float top;
         const unsigned faults = dkv_head_load_values(head, tile->row, (uint64_t)key, 1, 1.0f,
-                                                     head->value_shift, &top);
+                                                     head->value_shift, NULL);
         if (faults != DKV_FAULT_NONE)
             return faults;
         head->best_exact[r] = finish_row(head, state, r, tile->row);
@@ -236,9 +234,8 @@ void dkv_head_merge_a2(struct dkv_head *head, const struct dkv_tile *tile)
     for (uint32_t r = 0; r < head->rows; r++) {
         if (head->best_p[r] == 0.0)
             continue; /* silent */
-        float top;
         (void)dkv_head_load_values(head, tile->row, (uint64_t)head->best_key[r], 1, 1.0f,
-                                   head->value_shift, &top);
+                                   head->value_shift, NULL);
         const double p = (double)dkv_round_to_dtype((float)head->best_p[r], head->round);
         double mass = p, distance = 0.0;
         for (uint32_t s = 0; s < head->n_splits; s++)

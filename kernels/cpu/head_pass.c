@@ -16,6 +16,11 @@
 #define LOG2E     1.4426950408889634
 #define VALUE_MAX 1e18f
 
+static size_t tile_keys(uint64_t first, uint64_t end)
+{
+    return end - first < DKV_TILE_KEYS ? (size_t)(end - first) : DKV_TILE_KEYS;
+}
+
 static unsigned judge(float key_top, float value_top, const struct dkv_head *head)
 {
     unsigned faults = DKV_FAULT_NONE;
@@ -32,8 +37,8 @@ unsigned dkv_head_load_values(const struct dkv_head *head, float *rows, uint64_t
     const void *src[DKV_TILE_KEYS];
     if (!dkv_reader_rows(&head->values, head->item->block->valid_from + first, n, src))
         return DKV_FAULT_TABLE;
-    *top_out = head->ops->load(rows, head->v_dim, src, n, head->v_dim, head->values.dtype, factor,
-                               shift);
+    head->ops->load(rows, head->v_dim, src, n, head->v_dim, head->values.dtype, factor, shift,
+                    top_out);
     return DKV_FAULT_NONE;
 }
 
@@ -47,15 +52,14 @@ static bool row_is_finite(const struct dkv_reader *reader, const void *row, uint
     return true;
 }
 
-static void hide_column(float *row, size_t n)
+static void hide_token(float *row, size_t n)
 {
     for (size_t r = 0; r < n; r++)
         row[r] = -HUGE_VALF;
 }
 
-/* nonfinite=mask: tokens with a non-finite key or value become zero rows that nobody sees. */
-static void mask_tokens(struct dkv_head *head, const struct dkv_tile *tile, uint64_t first,
-                        size_t n)
+/* nonfinite=mask: flags the tokens with a non-finite key or value. */
+static void find_masked(struct dkv_head *head, uint64_t first, size_t n)
 {
     const uint64_t stored = head->item->block->valid_from + first;
     for (size_t k = 0; k < n; k++) {
@@ -63,12 +67,21 @@ static void mask_tokens(struct dkv_head *head, const struct dkv_tile *tile, uint
         if (!dkv_reader_rows(&head->keys, stored + k, 1, &key) ||
             !dkv_reader_rows(&head->values, stored + k, 1, &value))
             return; /* already reported by whoever loaded the tile */
-        if (row_is_finite(&head->keys, key, head->dim) &&
-            row_is_finite(&head->values, value, head->v_dim))
+        if (!row_is_finite(&head->keys, key, head->dim) ||
+            !row_is_finite(&head->values, value, head->v_dim))
+            head->flags[first + k] |= DKV_TOKEN_LOWEST;
+    }
+}
+
+/* Masked tokens become zero values that nobody sees. */
+static void hide_masked(const struct dkv_head *head, const struct dkv_tile *tile, uint64_t first,
+                        size_t n)
+{
+    for (size_t k = 0; k < n; k++) {
+        if (!(head->flags[first + k] & DKV_TOKEN_LOWEST))
             continue;
-        head->flags[first + k] |= DKV_TOKEN_LOWEST;
-        hide_column(tile->logits + k * head->n_rows, head->n_rows);
-        memset(tile->values + k * head->v_dim, 0, sizeof(float) * head->v_dim);
+        hide_token(tile->logits + k * head->n_rows, head->n_rows);
+        memset(tile->rows + k * head->v_dim, 0, sizeof(float) * head->v_dim);
     }
 }
 
@@ -105,39 +118,60 @@ static void hide_future(const struct dkv_head *head, float *logits, uint64_t fir
     }
 }
 
-/* Loads a tile and fills tile->logits and tile->values. */
+/* Rows of the tile behind `next`, for the products to fetch while they work on this one. */
+static struct dkv_ahead look_ahead(const struct dkv_head *head, const struct dkv_reader *reader,
+                                   uint32_t dim, uint64_t next, const void **rows)
+{
+    struct dkv_ahead ahead = {.rows = rows, .row_bytes = dim * dkv_dtype_bytes(reader->dtype)};
+    if (next < head->n) {
+        const size_t n = tile_keys(next, head->n);
+        if (dkv_reader_rows(reader, head->item->block->valid_from + next, n, rows))
+            ahead.n_rows = n;
+    }
+    return ahead;
+}
+
+/* Loads a tile: logits into tile->logits, values into tile->rows. With top_out the tensors are
+ * watched; later passes over the same tokens need not. */
 static unsigned open_tile(struct dkv_head *head, const struct dkv_tile *tile, uint64_t first,
-                          size_t n, float factor, const float *shift, float *value_top)
+                          size_t n, float factor, const float *shift, float *top_out)
 {
     const struct dkv_cpu_ops *ops = head->ops;
-    const void *src[DKV_TILE_KEYS];
-    float key_top;
+    const void *src[DKV_TILE_KEYS], *next[DKV_TILE_KEYS];
+    float key_top = 0.0f;
+    float *watch = top_out != NULL ? &key_top : NULL;
     if (!dkv_reader_rows(&head->keys, head->item->block->valid_from + first, n, src))
         return DKV_FAULT_TABLE;
+    const struct dkv_ahead ahead = look_ahead(head, &head->keys, head->dim, first + n, next);
     if (head->native_bf16) {
         ops->dot_bf16(tile->logits, head->query_pairs, head->n_rows, src, n, head->dim,
-                      head->query_factor, &key_top);
+                      head->query_factor, watch, &ahead);
     } else {
-        key_top = ops->load(tile->keys, head->dim, src, n, head->dim, head->keys.dtype, 1.0f,
-                            head->key_shift);
-        ops->dot(tile->logits, head->queries, head->n_rows, tile->keys, head->dim, n, head->dim);
+        ops->load(tile->rows, head->dim, src, n, head->dim, head->keys.dtype, 1.0f, head->key_shift,
+                  watch);
+        ops->dot(tile->logits, head->queries, head->n_rows, tile->rows, head->dim, n, head->dim,
+                 &ahead);
     }
-    unsigned faults = dkv_head_load_values(head, tile->values, first, n, factor, shift, value_top);
+    unsigned faults = dkv_head_load_values(head, tile->rows, first, n, factor, shift, top_out);
+    if (faults == DKV_FAULT_NONE && top_out != NULL) {
+        faults = judge(key_top, *top_out, head);
+        if ((faults & DKV_FAULT_NONFINITE) && head->mask) {
+            find_masked(head, first, n);
+            *top_out = top_of_unmasked(head, first, n);
+            faults = judge(0.0f, *top_out, head);
+        }
+    }
     if (faults != DKV_FAULT_NONE)
         return faults;
 
     const double cap = head->item->params->logit_softcap;
     if (cap > 0)
         ops->softcap(tile->logits, n * head->n_rows, (float)(cap * LOG2E));
-    faults = judge(key_top, *value_top, head);
-    if ((faults & DKV_FAULT_NONFINITE) && head->mask) {
-        mask_tokens(head, tile, first, n);
-        *value_top = top_of_unmasked(head, first, n);
-        faults = judge(0.0f, *value_top, head);
-    }
+    if (head->mask)
+        hide_masked(head, tile, first, n);
     if (first + n > head->n - head->item->plan->window + 1)
         hide_future(head, tile->logits, first, n);
-    return faults;
+    return DKV_FAULT_NONE;
 }
 
 /* A key that is no longer its row's best joins the others. */
@@ -149,9 +183,8 @@ static unsigned give_back(struct dkv_head *head, struct dkv_split_state *state,
         const float weight = tile->back[r];
         if (weight == 0.0f)
             continue;
-        float top;
         const unsigned faults = dkv_head_load_values(head, tile->row, (uint64_t)tile->back_key[r],
-                                                     1, 1.0f, head->value_shift, &top);
+                                                     1, 1.0f, head->value_shift, NULL);
         if (faults != DKV_FAULT_NONE)
             return faults;
         state->sum[r] += (double)weight;
@@ -168,11 +201,6 @@ static void split_range(const struct dkv_head *head, uint32_t split, uint64_t *f
     *end_out = *first_out + head->split_tokens;
     if (*end_out > head->n)
         *end_out = head->n;
-}
-
-static size_t tile_keys(uint64_t first, uint64_t end)
-{
-    return end - first < DKV_TILE_KEYS ? (size_t)(end - first) : DKV_TILE_KEYS;
 }
 
 void dkv_head_pass_a(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile)
@@ -198,6 +226,7 @@ void dkv_head_pass_a(struct dkv_head *head, uint32_t split, const struct dkv_til
         .best_key = state->best_key,
         .back_key = tile->back_key,
     };
+    const void *next[DKV_TILE_KEYS];
     uint64_t first, end;
     split_range(head, split, &first, &end);
     for (; first < end; first += DKV_TILE_KEYS) {
@@ -210,8 +239,10 @@ void dkv_head_pass_a(struct dkv_head *head, uint32_t split, const struct dkv_til
         ops->softmax(&rows, tile->logits, head->n_rows, n, (int32_t)first);
         for (uint32_t r = 0; r < head->n_rows; r++)
             state->sum[r] = state->sum[r] * (double)tile->keep[r] + (double)tile->sum[r];
-        ops->accumulate(state->panel, tile->keep, head->n_rows, tile->logits, tile->values,
-                        head->v_dim, n, head->v_dim);
+        const struct dkv_ahead ahead = look_ahead(head, &head->values, head->v_dim, first + n,
+                                                  next);
+        ops->accumulate(state->panel, tile->keep, head->n_rows, tile->logits, tile->rows,
+                        head->v_dim, n, head->v_dim, &ahead);
         state->faults = give_back(head, state, tile);
         if (state->faults != DKV_FAULT_NONE)
             return;
@@ -237,18 +268,20 @@ void dkv_head_pass_a2(struct dkv_head *head, uint32_t split, const struct dkv_ti
         state->sum[r] = 0.0;
         tile->keep[r] = 1.0f;
     }
+    const void *next[DKV_TILE_KEYS];
     uint64_t first, end;
     split_range(head, split, &first, &end);
     for (; first < end; first += DKV_TILE_KEYS) {
         const size_t n = tile_keys(first, end);
-        float top;
-        open_tile(head, tile, first, n, 1.0f, head->value_shift, &top);
+        open_tile(head, tile, first, n, 1.0f, head->value_shift, NULL);
         hide_best(head, tile->logits, first, n);
         ops->weights(tile->logits, head->n_rows, n, head->ref, head->inv, head->round, tile->sum);
         for (uint32_t r = 0; r < head->n_rows; r++)
             state->sum[r] += (double)tile->sum[r];
-        ops->accumulate(state->panel, tile->keep, head->n_rows, tile->logits, tile->values,
-                        head->v_dim, n, head->v_dim);
+        const struct dkv_ahead ahead = look_ahead(head, &head->values, head->v_dim, first + n,
+                                                  next);
+        ops->accumulate(state->panel, tile->keep, head->n_rows, tile->logits, tile->rows,
+                        head->v_dim, n, head->v_dim, &ahead);
     }
 }
 
@@ -284,22 +317,24 @@ void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_til
         .inv = head->inv,
         .out = head->outputs,
         .out_norm = head->out_norm,
-        .values = tile->values,
+        .values = tile->rows,
         .value_norm = value_norm,
         .gain = head->gain,
         .eps = (float)params->eps,
         .round = head->round,
     };
+    const void *next[DKV_TILE_KEYS];
     uint64_t first, end;
     split_range(head, split, &first, &end);
     for (; first < end; first += DKV_TILE_KEYS) {
         const size_t n = tile_keys(first, end);
-        float top;
-        open_tile(head, tile, first, n, head->value_factor, head->scaled_shift, &top);
+        open_tile(head, tile, first, n, head->value_factor, head->scaled_shift, NULL);
         hide_best(head, tile->logits, first, n);
-        ops->dot(tile->terms, head->outputs, head->n_rows, tile->values, head->v_dim, n,
-                 head->v_dim);
-        ops->norms(value_norm, tile->values, head->v_dim, n, head->v_dim);
+        const struct dkv_ahead ahead = look_ahead(head, &head->values, head->v_dim, first + n,
+                                                  next);
+        ops->dot(tile->terms, head->outputs, head->n_rows, tile->rows, head->v_dim, n, head->v_dim,
+                 &ahead);
+        ops->norms(value_norm, tile->rows, head->v_dim, n, head->v_dim);
         args.n_keys = n;
         ops->score(&args);
         for (uint32_t r = 0; r < head->rows; r++) {

@@ -25,29 +25,39 @@
 
 #include "proto/types.h"
 
-#define DKV_TILE_KEYS 96 /* a multiple of every variant's block of keys */
+#define DKV_TILE_KEYS 48 /* a multiple of every variant's block of keys */
 
 /* dst[i][d] = value * factor + shift[d], for n_keys rows of dim elements (a multiple of 8) of any
- * alignment. shift NULL: zeros. Returns the largest |value| met, before factor and shift, compared
- * as bits: NaN if there is one, else infinity if there is one. */
-typedef float (*dkv_load_fn)(float *dst, size_t ld, const void *const *src, size_t n_keys,
-                             size_t dim, enum dkv_dtype dtype, float factor, const float *shift);
+ * alignment. shift NULL: zeros. top_out, unless NULL: the largest |value| met, before factor and
+ * shift, compared as bits: NaN if there is one, else infinity if there is one. */
+typedef void (*dkv_load_fn)(float *dst, size_t ld, const void *const *src, size_t n_keys,
+                            size_t dim, enum dkv_dtype dtype, float factor, const float *shift,
+                            float *top_out);
+
+/* Stored rows that will be loaded soon. The matrix products ask for them while they compute, since
+ * a burst of loads between two products would wait for memory. NULL or zeros: nothing. */
+struct dkv_ahead {
+    const void *const *rows;
+    size_t n_rows;
+    size_t row_bytes;
+};
 
 /* tile[key][row] = sum over d of panel[d][row] * rows[key][d]; the order of additions depends on
  * dim alone. */
 typedef void (*dkv_dot_fn)(float *tile, const float *panel, size_t n_rows, const float *rows,
-                           size_t ld, size_t n_keys, size_t dim);
+                           size_t ld, size_t n_keys, size_t dim, const struct dkv_ahead *ahead);
 
 /* The same with the keys as they are stored, bf16 rows in `src`, and the queries as a panel
- * [dim/2][row] of bf16 pairs; the sums are multiplied by `factor`. `largest_out` as dkv_load_fn
- * returns it. */
+ * [dim/2][row] of bf16 pairs; the sums are multiplied by `factor`. `top_out` as for
+ * dkv_load_fn. */
 typedef void (*dkv_dot_bf16_fn)(float *tile, const uint32_t *pairs, size_t n_rows,
                                 const void *const *src, size_t n_keys, size_t dim, float factor,
-                                float *largest_out);
+                                float *top_out, const struct dkv_ahead *ahead);
 
 /* panel[d][row] = panel[d][row] * keep[row] + sum over keys of tile[key][row] * rows[key][d]. */
 typedef void (*dkv_accumulate_fn)(float *panel, const float *keep, size_t n_rows, const float *tile,
-                                  const float *rows, size_t ld, size_t n_keys, size_t dim);
+                                  const float *rows, size_t ld, size_t n_keys, size_t dim,
+                                  const struct dkv_ahead *ahead);
 
 /* tile = limit * tanh(tile) */
 typedef void (*dkv_softcap_fn)(float *tile, size_t n, float limit);

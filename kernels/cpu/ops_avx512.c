@@ -3,6 +3,10 @@
 #include "kernels/cpu/ops.h"
 #include "kernels/cpu/simd_avx512.h"
 
+#include "kernels/cpu/load_rest_tmpl.c"
+
+#include "kernels/cpu/load_bf16_avx512.c"
+
 #include "kernels/cpu/dot_tmpl.c"
 #include "kernels/cpu/load_tmpl.c"
 #include "kernels/cpu/softmax_tmpl.c"

@@ -3,6 +3,8 @@
 #include "kernels/cpu/ops.h"
 #include "kernels/cpu/simd_scalar.h"
 
+#include "kernels/cpu/load_rest_tmpl.c"
+
 #include "kernels/cpu/dot_tmpl.c"
 #include "kernels/cpu/load_tmpl.c"
 #include "kernels/cpu/softmax_tmpl.c"

@@ -7,6 +7,9 @@
 
 #include <immintrin.h>
 
+/* Inlined with constant sizes into loops that then keep their accumulators in registers. */
+#define DKV_BLOCK static inline __attribute__((always_inline))
+
 #define LANES    8
 #define DOT_KEYS 6
 
@@ -40,6 +43,10 @@ static inline vf v_mul(vf a, vf b)
 static inline vf v_div(vf a, vf b)
 {
     return _mm256_div_ps(a, b);
+}
+static inline vf v_reciprocal(vf a)
+{
+    return _mm256_div_ps(_mm256_set1_ps(1.0f), a);
 }
 static inline vf v_fma(vf a, vf b, vf c)
 {
@@ -77,10 +84,12 @@ static inline vf v_max_bits(vf a, vf b)
 {
     return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
 }
-static inline vf v_pow2i(vf n)
+static inline vf v_scale2(vf p, vf n)
 {
-    return _mm256_castsi256_ps(
+    const vf scale = _mm256_castsi256_ps(
         _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+    return _mm256_andnot_ps(_mm256_cmp_ps(n, _mm256_set1_ps(-126.0f), _CMP_LT_OQ),
+                            _mm256_mul_ps(p, scale));
 }
 static inline vf v_rint(vf x)
 {

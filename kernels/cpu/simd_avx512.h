@@ -6,6 +6,9 @@
 
 #include <immintrin.h>
 
+/* Inlined with constant sizes into loops that then keep their accumulators in registers. */
+#define DKV_BLOCK static inline __attribute__((always_inline))
+
 #define LANES    16
 #define DOT_KEYS 12
 
@@ -36,14 +39,16 @@ static inline vf v_mul(vf a, vf b)
 {
     return _mm512_mul_ps(a, b);
 }
-/* One Newton step on the 14-bit estimate, then one on the quotient: within an ulp, and unlike the
- * divider it does not stall both ports. */
 static inline vf v_div(vf a, vf b)
 {
-    vf r = _mm512_rcp14_ps(b);
-    r = _mm512_fmadd_ps(r, _mm512_fnmadd_ps(b, r, _mm512_set1_ps(1.0f)), r);
-    const vf q = _mm512_mul_ps(a, r);
-    return _mm512_fmadd_ps(r, _mm512_fnmadd_ps(b, q, a), q);
+    return _mm512_div_ps(a, b);
+}
+/* The 14-bit estimate and one Newton step: an ulp, and unlike the divider it does not block the
+ * multiply-add ports. */
+static inline vf v_reciprocal(vf a)
+{
+    const vf r = _mm512_rcp14_ps(a);
+    return _mm512_fmadd_ps(r, _mm512_fnmadd_ps(a, r, _mm512_set1_ps(1.0f)), r);
 }
 static inline vf v_fma(vf a, vf b, vf c)
 {
@@ -81,10 +86,9 @@ static inline vf v_max_bits(vf a, vf b)
 {
     return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
 }
-static inline vf v_pow2i(vf n)
+static inline vf v_scale2(vf p, vf n)
 {
-    return _mm512_castsi512_ps(
-        _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+    return _mm512_scalef_ps(p, n); /* below the normal range it is flushed to 0 (cpu.h) */
 }
 static inline vf v_rint(vf x)
 {

@@ -12,6 +12,9 @@
 
 #include <string.h>
 
+/* Inlined with constant sizes into loops that then keep their accumulators in registers. */
+#define DKV_BLOCK static inline __attribute__((always_inline))
+
 #define LANES    4
 #define DOT_KEYS 4 /* keys in one block of dot products: 2 * DOT_KEYS accumulators */
 
@@ -48,6 +51,10 @@ static inline vf v_mul(vf a, vf b)
 static inline vf v_div(vf a, vf b)
 {
     return a / b;
+}
+static inline vf v_reciprocal(vf a)
+{
+    return v_set1(1.0f) / a;
 }
 static inline vf v_fma(vf a, vf b, vf c)
 {
@@ -87,10 +94,11 @@ static inline vf v_max_bits(vf a, vf b)
 {
     return v_select((vi)a > (vi)b, a, b);
 }
-/* 2^n for integral n in -126..127 */
-static inline vf v_pow2i(vf n)
+/* p * 2^n for p in 1/2..2 and integral n up to 127; 0 where n is below -126. */
+static inline vf v_scale2(vf p, vf n)
 {
-    return (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+    const vf scale = (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+    return v_select(n < -126.0f, v_set1(0.0f), p * scale);
 }
 static inline vf v_rint(vf x) /* |x| < 2^22 */
 {

@@ -4,8 +4,7 @@
  * [-1/2, 1/2]. NaN gives NaN. */
 static inline vf v_exp2(vf x)
 {
-    const vf lowest = v_set1(-126.0f);
-    const vf y = v_max(lowest, x);
+    const vf y = v_max(v_set1(-200.0f), x); /* -inf - -inf would be NaN below */
     const vf n = v_rint(y);
     const vf r = v_sub(y, n);
     vf p = v_set1(1.535336188319500e-4f);
@@ -15,7 +14,7 @@ static inline vf v_exp2(vf x)
     p = v_fma(p, r, v_set1(2.402264791363012e-1f));
     p = v_fma(p, r, v_set1(6.931472028550421e-1f));
     p = v_fma(p, r, v_set1(1.0f));
-    return v_select(v_gt(lowest, x), v_set1(0.0f), v_mul(p, v_pow2i(n)));
+    return v_scale2(p, n);
 }
 
 /* tanh: an odd polynomial near zero, where it keeps relative precision, and
@@ -174,7 +173,7 @@ static inline __attribute__((always_inline)) void score_as(const struct dkv_scor
             const vf p = v_mul(v_exp2(v_sub(v_load(s->logits + at), ref)), inv);
             const vf q = v_round_to(p, round);
             const vf left = exact ? v_sub(one, p) : v_add(v_sub(one, q), eps);
-            const vf weight = v_div(v_mul(q, gain), left);
+            const vf weight = v_mul(v_mul(q, gain), v_reciprocal(left));
             const vf norms = v_add(out_norm, v_set1(s->value_norm[k]));
             vf distance = v_fma(v_load(s->terms + at), minus_two, norms);
             if (m_any(v_gt(v_mul(norms, v_set1(CANCELLED)), distance)))
