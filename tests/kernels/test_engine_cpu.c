@@ -1,0 +1,430 @@
+/* The CPU engine as a program sees it: threads, memory, errors, batches. That its scores are right
+ * is for check_kernels (each operation) and the accuracy tests (whole blocks). */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include "kernels/engine.h"
+#include "tests/support/case.h"
+
+#include <math.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* ---- allocation counter: the linker sends the engine's calls here (--wrap) ---- */
+
+static _Atomic size_t heap_now, heap_peak, heap_calls;
+
+void *__real_malloc(size_t bytes);
+void *__real_calloc(size_t count, size_t bytes);
+void *__real_aligned_alloc(size_t alignment, size_t bytes);
+void *__real_realloc(void *memory, size_t bytes);
+void __real_free(void *memory);
+void *__wrap_malloc(size_t bytes);
+void *__wrap_calloc(size_t count, size_t bytes);
+void *__wrap_aligned_alloc(size_t alignment, size_t bytes);
+void *__wrap_realloc(void *memory, size_t bytes);
+void __wrap_free(void *memory);
+size_t malloc_usable_size(void *memory);
+
+static void *count(void *memory)
+{
+    const size_t now = atomic_fetch_add(&heap_now, malloc_usable_size(memory)) +
+                       malloc_usable_size(memory);
+    atomic_fetch_add(&heap_calls, 1);
+    if (now > atomic_load(&heap_peak))
+        atomic_store(&heap_peak, now);
+    return memory;
+}
+
+void *__wrap_malloc(size_t bytes)
+{
+    return count(__real_malloc(bytes));
+}
+
+void *__wrap_calloc(size_t n, size_t bytes)
+{
+    return count(__real_calloc(n, bytes));
+}
+
+void *__wrap_aligned_alloc(size_t alignment, size_t bytes)
+{
+    return count(__real_aligned_alloc(alignment, bytes));
+}
+
+void *__wrap_realloc(void *memory, size_t bytes)
+{
+    atomic_fetch_sub(&heap_now, malloc_usable_size(memory));
+    return count(__real_realloc(memory, bytes));
+}
+
+void __wrap_free(void *memory)
+{
+    atomic_fetch_sub(&heap_now, malloc_usable_size(memory));
+    __real_free(memory);
+}
+
+/* ---- helpers ---- */
+
+static struct dkv_engine *open_engine(unsigned threads)
+{
+    struct dkv_engine *engine = NULL;
+    struct dkv_error err = {0};
+    const struct dkv_engine_config config = {.threads = threads};
+    assert_int_equal(dkv_engine_cpu.open(&config, &engine, &err), DKV_OK);
+    return engine;
+}
+
+static void make_case(struct dkv_case *c, struct dkv_shape shape, uint64_t seed)
+{
+    struct dkv_random random = {.state = seed};
+    dkv_case_init(c, shape);
+    dkv_case_fill(c, DKV_QUERY, &random, 1.5);
+    dkv_case_fill(c, DKV_KEY, &random, 1.0);
+    dkv_case_fill(c, DKV_VALUE, &random, 1.0);
+}
+
+struct answer {
+    struct dkv_item item;
+    float *scores;
+    int32_t *keep;
+};
+
+static void make_answer(struct answer *a, struct dkv_case *c)
+{
+    a->scores = calloc(c->block.kv_heads * c->block.n_tokens, sizeof(float));
+    a->keep = calloc(c->block.kv_heads * c->plan.keep_tokens, sizeof(int32_t));
+    a->item = (struct dkv_item){.block = &c->block,
+                                .params = &c->params,
+                                .plan = &c->plan,
+                                .keep_out = a->keep,
+                                .scores_out = a->scores};
+}
+
+static void free_answer(struct answer *a)
+{
+    free(a->scores);
+    free(a->keep);
+}
+
+static void run(struct dkv_engine *engine, struct dkv_item *items, size_t n)
+{
+    struct dkv_error err = {0};
+    assert_int_equal(dkv_engine_run(&dkv_engine_cpu, engine, items, n, &err), DKV_OK);
+}
+
+static void assert_same(const struct answer *a, const struct answer *b, const struct dkv_case *c)
+{
+    assert_int_equal(a->item.status, DKV_OK);
+    assert_int_equal(b->item.status, DKV_OK);
+    assert_memory_equal(a->scores, b->scores,
+                        sizeof(float) * c->block.kv_heads * c->block.n_tokens);
+    assert_memory_equal(a->keep, b->keep,
+                        sizeof(int32_t) * c->block.kv_heads * c->plan.keep_tokens);
+}
+
+/* ---- tests ---- */
+
+/* A long block of one head, which threads share, a wide one, short ones, and profiles that take
+ * three passes: the bits may depend on none of that. */
+static void the_number_of_threads_does_not_show(void **state)
+{
+    (void)state;
+    static const struct dkv_shape shapes[] = {
+        {.q_heads = 4,
+         .kv_heads = 1,
+         .head_dim = 64,
+         .q_rows = 8,
+         .n_tokens = 20011,
+         .q_dtype = DKV_BF16},
+        {.q_heads = 6,
+         .kv_heads = 3,
+         .head_dim = 72,
+         .q_rows = 5,
+         .n_tokens = 9001,
+         .q_dtype = DKV_FP16},
+        {.q_heads = 8,
+         .kv_heads = 8,
+         .head_dim = 32,
+         .q_rows = 8,
+         .n_tokens = 333,
+         .q_dtype = DKV_FP32},
+    };
+    static const unsigned threads[] = {1, 2, 3, 5};
+    for (size_t s = 0; s < sizeof(shapes) / sizeof(shapes[0]); s++) {
+        for (int author = 0; author < 2; author++) {
+            struct dkv_case c;
+            struct answer first = {0};
+            make_case(&c, shapes[s], s + 1);
+            dkv_case_param(&c, "profile", author ? "author" : "paper");
+            dkv_case_plan(&c);
+            for (size_t t = 0; t < sizeof(threads) / sizeof(threads[0]); t++) {
+                struct dkv_engine *engine = open_engine(threads[t]);
+                struct answer a;
+                make_answer(&a, &c);
+                run(engine, &a.item, 1);
+                if (t == 0) {
+                    first = a;
+                } else {
+                    assert_same(&first, &a, &c);
+                    free_answer(&a);
+                }
+                dkv_engine_cpu.close(engine);
+            }
+            free_answer(&first);
+            dkv_case_fini(&c);
+        }
+    }
+}
+
+static void neighbours_in_a_batch_do_not_show(void **state)
+{
+    (void)state;
+    enum { N = 40 };
+    struct dkv_case cases[N];
+    struct answer alone[N], together[N];
+    struct dkv_item items[N];
+    struct dkv_engine *engine = open_engine(2);
+    for (size_t i = 0; i < N; i++) {
+        make_case(&cases[i],
+                  (struct dkv_shape){.q_heads = 4,
+                                     .kv_heads = 2,
+                                     .head_dim = 8u * (1 + (uint32_t)i % 5),
+                                     .q_rows = 1 + i % 9,
+                                     .n_tokens = 1 + 37 * i,
+                                     .q_dtype = DKV_FP32},
+                  i);
+    }
+    for (size_t i = 0; i < N; i++) {
+        dkv_case_plan(&cases[i]);
+        make_answer(&alone[i], &cases[i]);
+        make_answer(&together[i], &cases[i]);
+        run(engine, &alone[i].item, 1);
+        items[i] = together[i].item;
+    }
+    run(engine, items, N);
+    for (size_t i = 0; i < N; i++) {
+        together[i].item = items[i];
+        assert_same(&alone[i], &together[i], &cases[i]);
+        free_answer(&alone[i]);
+        free_answer(&together[i]);
+        dkv_case_fini(&cases[i]);
+    }
+    dkv_engine_cpu.close(engine);
+}
+
+static void a_bad_item_does_not_fail_its_neighbours(void **state)
+{
+    (void)state;
+    struct dkv_case good, bad;
+    const struct dkv_shape shape = {.q_heads = 4,
+                                    .kv_heads = 2,
+                                    .head_dim = 16,
+                                    .q_rows = 8,
+                                    .n_tokens = 300,
+                                    .q_dtype = DKV_BF16};
+    make_case(&good, shape, 1);
+    make_case(&bad, shape, 2);
+    dkv_case_set(&bad, DKV_VALUE, 1, 123, 7, NAN);
+    dkv_case_plan(&good);
+    dkv_case_plan(&bad);
+    struct answer a[3];
+    struct dkv_item items[3];
+    for (int i = 0; i < 3; i++) {
+        make_answer(&a[i], i == 1 ? &bad : &good);
+        items[i] = a[i].item;
+    }
+    struct dkv_engine *engine = open_engine(2);
+    run(engine, items, 3);
+    assert_int_equal(items[0].status, DKV_OK);
+    assert_int_equal(items[2].status, DKV_OK);
+    assert_int_equal(items[1].status, DKV_E_INVALID);
+    assert_string_equal(items[1].error.text, "value: NaN at KV head 1, token 123, element 7");
+    dkv_engine_cpu.close(engine);
+    for (int i = 0; i < 3; i++)
+        free_answer(&a[i]);
+    dkv_case_fini(&good);
+    dkv_case_fini(&bad);
+}
+
+static void the_first_of_several_faults_is_named(void **state)
+{
+    (void)state;
+    struct dkv_case c;
+    make_case(&c,
+              (struct dkv_shape){.q_heads = 8,
+                                 .kv_heads = 4,
+                                 .head_dim = 16,
+                                 .q_rows = 8,
+                                 .n_tokens = 9000,
+                                 .q_dtype = DKV_FP32},
+              3);
+    dkv_case_set(&c, DKV_KEY, 3, 10, 0, INFINITY);
+    dkv_case_set(&c, DKV_KEY, 1, 8000, 5, INFINITY);
+    dkv_case_set(&c, DKV_VALUE, 1, 20, 5, NAN);
+    dkv_case_plan(&c);
+    for (unsigned threads = 1; threads <= 3; threads++) {
+        struct dkv_engine *engine = open_engine(threads);
+        struct answer a;
+        make_answer(&a, &c);
+        run(engine, &a.item, 1);
+        assert_int_equal(a.item.status, DKV_E_INVALID);
+        assert_string_equal(a.item.error.text, "key: infinity at KV head 1, token 8000, element 5");
+        free_answer(&a);
+        dkv_engine_cpu.close(engine);
+    }
+    dkv_case_fini(&c);
+}
+
+static void values_too_large_to_square_are_out_of_range(void **state)
+{
+    (void)state;
+    struct dkv_case c;
+    make_case(&c,
+              (struct dkv_shape){.q_heads = 2,
+                                 .kv_heads = 1,
+                                 .head_dim = 16,
+                                 .q_rows = 8,
+                                 .n_tokens = 100,
+                                 .q_dtype = DKV_FP32},
+              4);
+    dkv_case_set(&c, DKV_VALUE, 0, 3, 2, 2e18);
+    dkv_case_plan(&c);
+    struct dkv_engine *engine = open_engine(1);
+    struct answer a;
+    make_answer(&a, &c);
+    run(engine, &a.item, 1);
+    assert_int_equal(a.item.status, DKV_E_INVALID);
+    assert_non_null(strstr(a.item.error.text, "out of range at KV head 0, token 3, element 2"));
+    dkv_case_set(&c, DKV_VALUE, 0, 3, 2, 9e17);
+    run(engine, &a.item, 1);
+    assert_int_equal(a.item.status, DKV_OK);
+    for (int j = 0; j < 100; j++)
+        assert_true(isfinite(a.scores[j]) || a.scores[j] > 0);
+    free_answer(&a);
+    dkv_engine_cpu.close(engine);
+    dkv_case_fini(&c);
+}
+
+/* A million tokens that all live in a few pages: the table makes the block long, not the memory. */
+static void a_million_tokens_need_less_than_8_mib(void **state)
+{
+    (void)state;
+    enum { PAGE = 4096, PAGES = 3, TOKENS = 1u << 20 };
+    struct dkv_case c;
+    make_case(&c,
+              (struct dkv_shape){.q_heads = 8,
+                                 .kv_heads = 2,
+                                 .head_dim = 128,
+                                 .q_rows = 8,
+                                 .n_tokens = PAGES * PAGE,
+                                 .q_dtype = DKV_BF16},
+              5);
+    int32_t *table = calloc(TOKENS / PAGE, sizeof(*table));
+    for (int i = 0; i < TOKENS / PAGE; i++)
+        table[i] = (i * 7) % PAGES;
+    c.block.n_tokens = TOKENS;
+    c.block.page_tokens = PAGE;
+    c.block.table = (struct dkv_page_table){
+        .entries = table, .n_entries = TOKENS / PAGE, .entry_bytes = sizeof(*table)};
+    c.block.key.page_stride = PAGE * c.block.key.token_stride;
+    c.block.value.page_stride = PAGE * c.block.value.token_stride;
+    dkv_case_param(&c, "keep_tokens", "1000");
+    dkv_case_plan(&c);
+    struct answer a;
+    make_answer(&a, &c);
+    a.item.scores_out = NULL;
+    for (unsigned threads = 1; threads <= 4; threads *= 2) {
+        const size_t before = atomic_load(&heap_now);
+        atomic_store(&heap_peak, before);
+        struct dkv_engine *engine = open_engine(threads);
+        run(engine, &a.item, 1);
+        assert_int_equal(a.item.status, DKV_OK);
+        struct dkv_engine_info info;
+        dkv_engine_cpu.info(engine, &info);
+        const size_t used = atomic_load(&heap_peak) - before;
+        print_message("%u threads: %.2f MiB allocated at the peak, %.2f reported\n", threads,
+                      (double)used / 1048576, (double)info.scratch_peak_bytes / 1048576);
+        assert_true(used < 8u << 20);
+        assert_true(info.scratch_peak_bytes >= used - used / 16); /* nothing is hidden */
+        const size_t calls = atomic_load(&heap_calls);
+        run(engine, &a.item, 1);
+        assert_int_equal(atomic_load(&heap_calls), calls); /* and nothing is allocated again */
+        dkv_engine_cpu.close(engine);
+        assert_int_equal(atomic_load(&heap_now), before);
+    }
+    free_answer(&a);
+    free(table);
+    dkv_case_fini(&c);
+}
+
+static void device_memory_is_refused(void **state)
+{
+    (void)state;
+    struct dkv_case c;
+    make_case(&c,
+              (struct dkv_shape){.q_heads = 1,
+                                 .kv_heads = 1,
+                                 .head_dim = 8,
+                                 .q_rows = 1,
+                                 .n_tokens = 50,
+                                 .q_dtype = DKV_FP32},
+              6);
+    dkv_case_plan(&c);
+    c.block.key.place = DKV_PLACE_DEVICE;
+    struct dkv_engine *engine = open_engine(1);
+    struct answer a;
+    make_answer(&a, &c);
+    run(engine, &a.item, 1);
+    assert_int_equal(a.item.status, DKV_E_UNSUPPORTED);
+    free_answer(&a);
+    dkv_engine_cpu.close(engine);
+    dkv_case_fini(&c);
+}
+
+static void engines_are_found_by_name(void **state)
+{
+    (void)state;
+    const struct dkv_engine_ops *ops = NULL;
+    struct dkv_error err = {0};
+    int device = -1;
+    assert_int_equal(dkv_engine_find("cpu", &ops, &device, &err), DKV_OK);
+    assert_ptr_equal(ops, &dkv_engine_cpu);
+    static const char *const bad[] = {"",        "gpu",        "cuda:", "cuda:x",
+                                      "cuda:-1", "cuda:99999", "cpu0"};
+    for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++)
+        assert_int_equal(dkv_engine_find(bad[i], &ops, &device, &err), DKV_E_INVALID);
+}
+
+static void the_mask_lowers_the_variant(void **state)
+{
+    (void)state;
+    struct dkv_engine_info info;
+    dkv_engine_cpu_mask(0);
+    struct dkv_engine *engine = open_engine(1);
+    dkv_engine_cpu.info(engine, &info);
+    assert_string_equal(info.backend, "cpu/scalar");
+    assert_int_equal(info.threads, 1);
+    dkv_engine_cpu.close(engine);
+    dkv_engine_cpu_mask(UINT32_MAX);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(the_number_of_threads_does_not_show),
+        cmocka_unit_test(neighbours_in_a_batch_do_not_show),
+        cmocka_unit_test(a_bad_item_does_not_fail_its_neighbours),
+        cmocka_unit_test(the_first_of_several_faults_is_named),
+        cmocka_unit_test(values_too_large_to_square_are_out_of_range),
+        cmocka_unit_test(a_million_tokens_need_less_than_8_mib),
+        cmocka_unit_test(device_memory_is_refused),
+        cmocka_unit_test(engines_are_found_by_name),
+        cmocka_unit_test(the_mask_lowers_the_variant),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
