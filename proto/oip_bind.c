@@ -32,33 +32,38 @@ static const json_t *data_of(const struct dkv_oip_infer *infer, int input)
     return NULL;
 }
 
-/* Finds the bytes of one input, moving to *side what has to be there. */
+/* The bytes of a shared memory region that a tensor lies in, or NULL if it does not fit. */
+static const char *in_region(const struct dkv_oip_tensor *t, const void *base, uint64_t bytes)
+{
+    if (base == NULL || !dkv_range_fits(t->offset, t->bytes, bytes))
+        return NULL;
+    return (const char *)base + t->offset;
+}
+
+/* Finds the bytes of one input (NULL for an absent one), moving to *side what has to be there. */
 static enum dkv_status locate(const struct dkv_oip_infer *infer, int input,
                               const struct dkv_oip_memory *memory, char **side,
                               const void **bytes_out, struct dkv_error *err)
 {
     const struct dkv_oip_tensor *t = &infer->inputs[input];
     const uint64_t need = dkv_oip_side_need(infer, input);
-    const char *bytes = NULL;
+    const char *given = NULL;
 
     if (t->source == DKV_OIP_BINARY)
-        bytes = (const char *)memory->binary + t->offset;
+        given = (const char *)memory->binary + t->offset;
     if (t->source == DKV_OIP_SHM) {
-        if (!dkv_range_fits(t->offset, t->bytes, memory->regions[input].bytes))
+        given = in_region(t, memory->regions[input].base, memory->regions[input].bytes);
+        if (given == NULL)
             return dkv_error_set(err, DKV_E_INVALID,
                                  "input %s: offset and size reach outside the region",
                                  dkv_oip_input_table[input].name);
-        bytes = (const char *)memory->regions[input].base + t->offset;
     }
-    if (need > 0) {
-        if (t->source == DKV_OIP_JSON)
-            dkv_oip_tensor_convert(data_of(infer, input), (float *)*side);
-        else
-            memcpy(*side, bytes, t->bytes);
-        bytes = *side;
-        *side += need;
-    }
-    *bytes_out = bytes;
+    *bytes_out = need > 0 ? *side : given;
+    if (need > 0 && given != NULL)
+        memcpy(*side, given, t->bytes);
+    else if (need > 0)
+        dkv_oip_tensor_convert(data_of(infer, input), (float *)(void *)*side);
+    *side += need;
     return DKV_OK;
 }
 

@@ -130,9 +130,11 @@ static enum dkv_status check_id(const char *id, struct dkv_error *err)
 {
     size_t n = 0;
 
-    while (id != NULL && id[n] >= 0x20 && id[n] < 0x7f && n <= DKV_OIP_ID_BYTES_MAX)
+    if (id == NULL)
+        return DKV_OK;
+    while (n < DKV_OIP_ID_BYTES_MAX && id[n] >= 0x20 && id[n] < 0x7f)
         n++;
-    if (id == NULL || (id[n] == '\0' && n <= DKV_OIP_ID_BYTES_MAX))
+    if (id[n] == '\0')
         return DKV_OK;
     return dkv_error_set(err, DKV_E_INVALID, "id: not 0..%u printable ASCII characters",
                          DKV_OIP_ID_BYTES_MAX);
@@ -161,7 +163,7 @@ static json_t *input_json(const struct dkv_request *request, const struct part *
 {
     const bool tensor = dkv_oip_input_table[part->input].required;
     const struct dkv_view view = view_of(request, part, 0);
-    const json_int_t n_bytes = (json_int_t)(block_bytes(part) * part->n_blocks);
+    const json_int_t n_bytes = (json_int_t)block_bytes(part) * part->n_blocks;
     json_t *shape = tensor ? json_pack("[I, I, I, I]", (json_int_t)part->n_blocks,
                                        (json_int_t)part->heads, (json_int_t)part->tokens,
                                        (json_int_t)part->dim)

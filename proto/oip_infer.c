@@ -59,7 +59,7 @@ static enum dkv_status read_parameters(const json_t *parameters, struct dkv_oip_
 
     json_object_foreach((json_t *)parameters, name, json)
     {
-        struct dkv_value value;
+        struct dkv_value value = {.kind = DKV_VALUE_INT};
         enum dkv_status status = read_value(name, json, &value, err);
 
         if (status != DKV_OK)
