@@ -231,10 +231,19 @@ struct dropkv_request {
     void *user;         /* comes back in the result; never looked at */
 };
 
-#define DROPKV_REQUEST_INIT                          \
-    {                                                \
-        .struct_size = sizeof(struct dropkv_request) \
-    }
+/* clang-format off */
+#ifdef __cplusplus /* which has no designated initialisers before C++20 */
+static inline struct dropkv_request dropkv_request_make(void)
+{
+    struct dropkv_request request = {};
+    request.struct_size = sizeof(request);
+    return request;
+}
+#define DROPKV_REQUEST_INIT dropkv_request_make()
+#else
+#define DROPKV_REQUEST_INIT {.struct_size = sizeof(struct dropkv_request)}
+#endif
+/* clang-format on */
 
 /* ---- the answer ---- */
 

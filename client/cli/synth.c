@@ -60,6 +60,8 @@ uint32_t dkv_round_to(enum dkv_dtype dtype, float x)
     const uint32_t sign = signbit(x) ? 1u << (form->exponent_bits + form->mantissa_bits) : 0;
     int exponent;
     const float magnitude = fabsf(x);
+    if (magnitude == 0)
+        return sign;
     (void)frexpf(magnitude, &exponent); /* magnitude in [2^(e-1), 2^e) */
     const int lowest = 1 - bias;        /* of a normal number */
     const int unit_exponent = exponent - 1 < lowest ? lowest : exponent - 1;

@@ -23,6 +23,24 @@ export PKG_CONFIG_PATH PKG_CONFIG_SYSROOT_DIR
 $cc -std=c99 -Wall -Wextra -Werror "$root/client/examples/keep.c" -o "$scratch/keep" \
     $(pkg-config --cflags --libs dropkv)
 
+# C++ programs use the same header, initialisers included.
+if command -v c++ >/dev/null; then
+    cat >"$scratch/use.cc" <<'CC'
+#include <dropkv.h>
+int main()
+{
+    struct dropkv_request request = DROPKV_REQUEST_INIT;
+    struct dropkv_client_options options = DROPKV_CLIENT_OPTIONS_INIT;
+    struct dropkv_param param = dropkv_int("window", 8);
+    request.params = &param;
+    return request.struct_size == options.struct_size || dropkv_version_number() == 0;
+}
+CC
+    # shellcheck disable=SC2046 # words
+    c++ -std=c++11 -Wall -Wextra -Werror "$scratch/use.cc" -o "$scratch/use" \
+        $(pkg-config --cflags --libs dropkv)
+fi
+
 LD_LIBRARY_PATH=$lib
 export LD_LIBRARY_PATH
 code=0
