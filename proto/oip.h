@@ -110,6 +110,9 @@ struct dkv_oip_infer {
  *                    that header. 0 bytes (a "raw binary request") is refused: the model has three
  *                    inputs.
  * binary_bytes       bytes of the body behind them; must be what the inputs add up to.
+ *
+ * Cost    a head with binary tensors: microseconds. Tensors as JSON numbers: some 30 ms and 5 MB of
+ *         memory until bind for each megabyte of text, so a loop thread should hand large ones on.
  */
 enum dkv_status dkv_oip_infer_parse(const char *json, size_t json_bytes, uint64_t binary_bytes,
                                     struct dkv_oip_infer *infer_out, struct dkv_error *err);

@@ -51,6 +51,17 @@ static void check(const struct dkv_oip_infer *infer, uint64_t binary_bytes)
     assert(n_wanted > 0);
 }
 
+/* Whatever a client wrote, the text is short, plain and names no path. */
+static void check_error(const struct dkv_error *err)
+{
+    char body[DKV_OIP_ERROR_BYTES];
+
+    assert(err->status != DKV_OK && err->text[0] != '\0');
+    for (const char *c = err->text; *c != '\0'; c++)
+        assert(*c >= 0x20 && *c < 0x7f && *c != '/');
+    assert(dkv_oip_error_encode(err->text, body) < sizeof(body));
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     const char *json = (const char *)data;
@@ -62,8 +73,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         check(&infer, binary_bytes);
         dkv_oip_infer_fini(&infer);
     } else {
-        char body[DKV_OIP_ERROR_BYTES];
-        assert(err.text[0] != '\0' && dkv_oip_error_encode(err.text, body) < sizeof(body));
+        check_error(&err);
     }
     return 0;
 }

@@ -124,6 +124,70 @@ static void budgets_are_double_arithmetic_as_written(void **state)
     keep_of(9, "keep_ratio", "0.1", 1);
 }
 
+/* numerics.md, "How many", written down once more and literally. */
+static uint64_t keep_by_the_book(const struct dkv_params *p, double n)
+{
+    const double protect = fmin(n, (double)(p->recent + p->sinks));
+    double k;
+
+    if (n <= (double)p->window)
+        k = n;
+    else if (dkv_params_has(p, DKV_PARAM_KEEP_TOKENS))
+        k = fmin(n, fmax((double)p->keep_tokens, fmax(protect, 1)));
+    else if (dkv_params_has(p, DKV_PARAM_COMPRESSION_RATIO))
+        k = fmin(n, fmax(floor(n * (1 - p->compression_ratio)), fmax(protect, 1)));
+    else {
+        const double base = dkv_params_has(p, DKV_PARAM_TOTAL_TOKENS) ? (double)p->total_tokens : n;
+        k = fmin(n, fmax(floor(p->keep_ratio * base), fmax(protect, 1)));
+    }
+    if (dkv_params_has(p, DKV_PARAM_MAX_KEEP_TOKENS))
+        k = fmin(k, (double)p->max_keep_tokens);
+    return (uint64_t)k;
+}
+
+static void random_budgets_are_those_of_the_book(void **state)
+{
+    static const char *const budgets[] = {"keep_ratio", "compression_ratio", "keep_tokens"};
+    uint32_t seed = 1;
+    (void)state;
+#define NEXT(n) ((seed = seed * 1664525u + 1013904223u) >> 8) % (n)
+    for (int i = 0; i < 20000; i++) {
+        struct fixture f;
+        struct dkv_value value = {.kind = DKV_VALUE_INT};
+        setup(&f);
+        f.block.n_tokens = 1 + NEXT(2000);
+        lay_out(&f.block);
+        const char *budget = budgets[NEXT(3)];
+        value.integer = NEXT(2500);
+        if (budget != budgets[2]) {
+            value.kind = DKV_VALUE_REAL;
+            value.real = (double)(NEXT(1001)) / 1000;
+        }
+        assert_int_equal(dkv_params_set(&f.request.params, budget, value, &f.err), DKV_OK);
+        static const struct {
+            const char *name;
+            uint32_t least, most;
+        } others[] = {{"sinks", 0, 40},
+                      {"recent", 0, 80},
+                      {"window", 1, 64},
+                      {"total_tokens", 1, 5000},
+                      {"max_keep_tokens", 1, 1500}};
+        for (size_t o = 0; o < sizeof(others) / sizeof(others[0]); o++) {
+            if (NEXT(2) == 0)
+                continue;
+            value.kind = DKV_VALUE_INT;
+            value.integer = others[o].least + NEXT(others[o].most);
+            assert_int_equal(dkv_params_set(&f.request.params, others[o].name, value, &f.err),
+                             DKV_OK);
+        }
+        assert_accepted(&f);
+        assert_int_equal(f.plan.keep_tokens,
+                         keep_by_the_book(&f.request.params, (double)f.block.n_tokens));
+        assert_true(f.plan.sinks + f.plan.recent <= f.plan.keep_tokens);
+    }
+#undef NEXT
+}
+
 static void total_tokens_is_the_base_of_keep_ratio(void **state)
 {
     struct fixture f;
@@ -601,6 +665,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_plain_block_gives_its_plan),
         cmocka_unit_test(budgets_are_double_arithmetic_as_written),
+        cmocka_unit_test(random_budgets_are_those_of_the_book),
         cmocka_unit_test(total_tokens_is_the_base_of_keep_ratio),
         cmocka_unit_test(protected_tokens_raise_the_budget),
         cmocka_unit_test(a_budget_that_wins_takes_sinks_first_then_the_newest),
