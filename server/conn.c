@@ -7,11 +7,9 @@
  */
 #include "server/conn.h"
 
-#include "proto/oip.h"
-#include "server/http_status.h"
+#include "server/raw_reply.h"
 
 #include <stdlib.h>
-#include <string.h>
 #include <sys/socket.h>
 
 struct dkv_conn *dkv_conn_add(struct dkv_conn_list *list, int fd, uint64_t now_ms)
@@ -81,18 +79,9 @@ bool dkv_conn_overdue(const struct dkv_conn *conn, const struct dkv_config *conf
 
 void dkv_conn_abort(struct dkv_conn *conn, unsigned http_status, const char *text)
 {
-    char body[DKV_OIP_ERROR_BYTES];
-    char message[DKV_OIP_ERROR_BYTES + 256];
     if (conn->doomed)
         return;
-    size_t n_body = dkv_oip_error_encode(text, body);
-    int n = snprintf(message, sizeof(message),
-                     "HTTP/1.1 %u %s\r\nConnection: close\r\nContent-Type: application/json\r\n%s"
-                     "Content-Length: %zu\r\n\r\n%s",
-                     http_status, dkv_http_reason(http_status),
-                     http_status == 503 ? "Retry-After: 1\r\n" : "", n_body, body);
-    if (n > 0 && (size_t)n < sizeof(message) &&
-        send(conn->fd, message, (size_t)n, MSG_NOSIGNAL | MSG_DONTWAIT) < 0)
+    if (!dkv_raw_reply(conn->fd, http_status, text))
         conn->linger = false;
     shutdown(conn->fd, conn->linger ? SHUT_WR : SHUT_RDWR);
     conn->doomed = true;

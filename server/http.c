@@ -1,9 +1,8 @@
 /* Glue between the loop, the HTTP library and the exchanges.
  *
  * The library calls on_request() once when a header is complete, then for each piece of body, then
- * once more at the end (and again after a resume). A response can be queued in the first call,
- * which refuses the body and closes the connection, or in the last ones; in between only the socket
- * itself is left (dkv_conn_abort).
+ * once more at the end (and again after a resume): the intake's three functions. It does not listen
+ * itself: the door hands it sockets whose first header is complete.
  *
  * The library's socket events are edge-triggered: after MHD_run() it may hold connections that are
  * ready still, which MHD_get_timeout() tells with a timeout of 0. pump() therefore goes on for a
@@ -12,8 +11,10 @@
 #include "server/http.h"
 
 #include "server/clock.h"
+#include "server/door.h"
 #include "server/exchange.h"
 #include "server/infer.h"
+#include "server/intake.h"
 #include "server/linger.h"
 #include "server/listen.h"
 
@@ -26,15 +27,11 @@
 #define MEMORY_STEP           (64u << 10)
 #define PUMP_ROUNDS           32
 #define SWEEP_MS              50
-#define SWALLOW_BYTES         (UINT64_C(1) << 20) /* refused bodies up to this are read over */
-#define SMALL_BODY_BYTES      65536u              /* bodies of everything but inference */
-
-/* libmicrohttpd before 1.0 takes a bare LF for a line's end and offers no setting against it. */
-#define LIBRARY_TAKES_BARE_LF (MHD_VERSION < 0x01000000)
 
 struct dkv_http {
     struct dkv_server *server;
     struct MHD_Daemon *library;
+    struct dkv_door *door;
     uv_poll_t poll;
     uv_timer_t run_timer;
     uv_timer_t sweep_timer;
@@ -96,185 +93,6 @@ static void pump_soon(struct dkv_http *http)
 
 static void on_sweep(uv_timer_t *timer);
 
-/* ---- a request's header ---- */
-
-static enum MHD_Result add_field(void *cls, enum MHD_ValueKind kind, const char *name,
-                                 size_t name_bytes, const char *value, size_t value_bytes)
-{
-    struct dkv_http_head *head = cls;
-    (void)kind;
-    if (head->n_fields < DKV_HTTP_FIELDS_MAX)
-        head->fields[head->n_fields] = (struct dkv_http_field){
-            name, name_bytes, value != NULL ? value : "", value != NULL ? value_bytes : 0};
-    head->n_fields++;
-    return MHD_YES;
-}
-
-static void refuse(struct dkv_exchange *exchange, unsigned http_status, enum dkv_status status,
-                   const char *text)
-{
-    exchange->refused_status = http_status;
-    dkv_error_set(&exchange->refusal, status, "%s", text);
-}
-
-/* What the guard, the route table and the tokens say; sets refused_status if it may not go on. */
-static void judge_header(struct dkv_http *http, struct dkv_exchange *exchange, const char *method,
-                         const char *path, const char *version)
-{
-    struct dkv_server *server = http->server;
-    struct dkv_http_head head = {
-        .method = method, .version = version, .lines_checked = LIBRARY_TAKES_BARE_LF};
-    MHD_get_connection_values_n(exchange->mhd, MHD_HEADER_KIND, add_field, &head);
-    struct dkv_http_verdict verdict = dkv_http_guard(&head, &http->rules);
-    if (verdict.http_status != 0) {
-        server->metrics.refusals[verdict.reason]++;
-        exchange->close_after = true;
-        refuse(exchange, verdict.http_status, DKV_E_MALFORMED, verdict.text);
-        dkv_log_limited(&server->client_log, DKV_LOG_INFO, "refused a request: %s", verdict.text);
-        return;
-    }
-    exchange->has_length = head.has_length;
-    exchange->content_length = head.content_length;
-    exchange->has_json_length = head.has_json_length;
-    exchange->json_length = head.json_length;
-    /* How a chunked body is delimited is where readers differ most: nothing is read behind one. */
-    exchange->close_after = head.chunked;
-
-    enum dkv_route_result found = dkv_route_find(method, path, &exchange->match, &exchange->allow);
-    const bool open = found == DKV_ROUTE_FOUND && exchange->match.route->open;
-    if (!open && dkv_auth_check(&server->auth, head.authorization) == NULL) {
-        server->metrics.refusals[DKV_REFUSAL_AUTH]++;
-        refuse(exchange, 401, DKV_E_DENIED, "a valid bearer token is needed");
-    } else if (found == DKV_ROUTE_NONE) {
-        refuse(exchange, 404, DKV_E_NOT_FOUND, "Not Found");
-    } else if (found == DKV_ROUTE_WRONG_METHOD) {
-        refuse(exchange, 405, DKV_E_INVALID, "Method Not Allowed");
-    }
-}
-
-/* A body that could never be held is too large, not a reason to try again. */
-static uint64_t max_body_bytes(const struct dkv_server *server)
-{
-    const uint64_t limit = server->bodies.limit_bytes;
-    return server->config->max_body_bytes < limit ? server->config->max_body_bytes : limit;
-}
-
-/* Room for the body of an accepted request, reserved before its first byte is read. */
-static enum dkv_status reserve(struct dkv_exchange *exchange, struct dkv_error *err)
-{
-    const struct dkv_config *config = exchange->server->config;
-    const bool tensor = exchange->match.route->tensor;
-    uint64_t limit = SMALL_BODY_BYTES;
-    const char *what = "body";
-    if (tensor && exchange->has_json_length) {
-        limit = max_body_bytes(exchange->server);
-    } else if (tensor) {
-        limit = config->max_json_bytes;
-        what = "body without Inference-Header-Content-Length";
-    }
-    if (exchange->has_json_length && exchange->json_length > DKV_OIP_HEAD_BYTES_MAX)
-        return dkv_error_set(err, DKV_E_TOO_LARGE,
-                             "Inference-Header-Content-Length: %llu is above %u",
-                             (unsigned long long)exchange->json_length, DKV_OIP_HEAD_BYTES_MAX);
-    if (exchange->has_length && exchange->content_length > limit)
-        return dkv_error_set(err, DKV_E_TOO_LARGE, "%s: %llu bytes are above %llu", what,
-                             (unsigned long long)exchange->content_length,
-                             (unsigned long long)limit);
-    const uint64_t capacity = exchange->has_length ? exchange->content_length : limit;
-    const uint64_t head = exchange->has_json_length ? exchange->json_length : 0;
-    return dkv_body_reserve(&exchange->body, &exchange->server->bodies, capacity,
-                            head <= capacity ? head : capacity, exchange->has_length, err);
-}
-
-static void admit(struct dkv_exchange *exchange)
-{
-    struct dkv_error err = {0};
-    enum dkv_status status = DKV_OK;
-    const bool is_post = exchange->match.route->method == DKV_ROUTE_POST;
-    if (exchange->match.route->tensor)
-        status = dkv_infer_admit(exchange, &err);
-    if (status == DKV_OK && is_post)
-        status = reserve(exchange, &err);
-    if (status == DKV_OK)
-        return;
-    if (status == DKV_E_TOO_LARGE)
-        exchange->server->metrics.refusals[DKV_REFUSAL_SIZE]++;
-    if (exchange->match.route->tensor)
-        dkv_infer_count_refusal(exchange, status);
-    dkv_infer_release(exchange);
-    dkv_infer_leave(exchange);
-    refuse(exchange, dkv_status_info(status)->http_status, status, err.text);
-}
-
-/* The first call. A refusal whose body is small is answered at its end, which keeps the connection
- * usable; any other is answered now, and the library then closes the connection unread. */
-static enum MHD_Result begin(struct dkv_http *http, struct dkv_exchange *exchange,
-                             const char *method, const char *path, const char *version)
-{
-    judge_header(http, exchange, method, path, version);
-    if (exchange->refused_status == 0)
-        admit(exchange);
-    dkv_conn_enter(exchange->conn, DKV_CONN_BODY, dkv_clock_ms());
-    const bool read_over = exchange->content_length <= SWALLOW_BYTES;
-    if (exchange->refused_status != 0 && (exchange->close_after || !read_over)) {
-        exchange->close_after = true;
-        exchange->conn->linger = true;
-        dkv_reply_error(exchange, exchange->refused_status, exchange->refusal.text);
-        return exchange->gone ? MHD_NO : MHD_YES;
-    }
-    return MHD_YES;
-}
-
-/* ---- its body ---- */
-
-/* Something is wrong while the body still comes. */
-static enum MHD_Result give_up_body(struct dkv_exchange *exchange, const struct dkv_error *err)
-{
-    const uint64_t left = exchange->content_length - exchange->received_bytes;
-    if (exchange->match.route->tensor)
-        dkv_infer_count_refusal(exchange, err->status);
-    dkv_infer_release(exchange);
-    dkv_infer_leave(exchange);
-    const unsigned http_status = dkv_status_info(err->status)->http_status;
-    if (exchange->has_length && left <= SWALLOW_BYTES) {
-        refuse(exchange, http_status, err->status, err->text);
-        return MHD_YES;
-    }
-    exchange->conn->linger = true;
-    dkv_conn_abort(exchange->conn, http_status, err->text);
-    return MHD_NO;
-}
-
-static enum MHD_Result receive(struct dkv_exchange *exchange, const char *bytes, size_t *n_bytes)
-{
-    struct dkv_error err = {0};
-    enum dkv_status status = DKV_OK;
-    const size_t n = *n_bytes;
-    exchange->conn->body_bytes += n;
-    exchange->received_bytes += n;
-    exchange->server->metrics.bytes_in += n;
-    *n_bytes = 0;
-    if (exchange->refused_status != 0)
-        return MHD_YES; /* read over */
-    status = dkv_body_append(&exchange->body, bytes, n, &err);
-    if (status == DKV_OK && exchange->match.route->tensor)
-        status = dkv_infer_progress(exchange, &err);
-    return status == DKV_OK ? MHD_YES : give_up_body(exchange, &err);
-}
-
-static enum MHD_Result finish(struct dkv_exchange *exchange)
-{
-    if (exchange->refused_status != 0)
-        dkv_reply_error(exchange, exchange->refused_status, exchange->refusal.text);
-    else if (exchange->gone)
-        return MHD_NO;
-    else if (exchange->job != NULL && exchange->submitted)
-        dkv_infer_finish(exchange);
-    else
-        exchange->match.route->handler(exchange);
-    return exchange->gone ? MHD_NO : MHD_YES;
-}
-
 /* ---- what the library calls ---- */
 
 static struct dkv_conn *conn_of(struct MHD_Connection *mhd)
@@ -282,6 +100,11 @@ static struct dkv_conn *conn_of(struct MHD_Connection *mhd)
     const union MHD_ConnectionInfo *info = MHD_get_connection_info(
         mhd, MHD_CONNECTION_INFO_SOCKET_CONTEXT);
     return info != NULL ? info->socket_context : NULL;
+}
+
+static enum MHD_Result to_library(bool go_on)
+{
+    return go_on ? MHD_YES : MHD_NO;
 }
 
 static enum MHD_Result on_request(void *cls, struct MHD_Connection *mhd, const char *path,
@@ -301,13 +124,15 @@ static enum MHD_Result on_request(void *cls, struct MHD_Connection *mhd, const c
         exchange->conn = conn;
         exchange->started_ns = dkv_clock_ns();
         conn->exchange = exchange;
-        return begin(http, exchange, method, path, version);
+        return to_library(dkv_intake_begin(exchange, &http->rules, method, path, version));
     }
     if (exchange->replied)
         return MHD_YES;
-    if (*upload_bytes > 0)
-        return receive(exchange, upload, upload_bytes);
-    return finish(exchange);
+    if (*upload_bytes == 0)
+        return to_library(dkv_intake_finish(exchange));
+    const size_t n_bytes = *upload_bytes;
+    *upload_bytes = 0;
+    return to_library(dkv_intake_receive(exchange, upload, n_bytes));
 }
 
 /* The first line of a request has been read. */
@@ -360,10 +185,10 @@ static void on_connection(void *cls, struct MHD_Connection *mhd, void **context,
         http->server->metrics.connections_closed++;
         if (conn->linger && !http->closed)
             dkv_linger_add(&http->lingering, http->server->loop, conn->fd);
-        /* At its limit of connections the library listens again only in its next run. */
-        pump_soon(http);
         dkv_conn_remove(&http->conns, conn);
         *context = NULL;
+        if (!http->closed)
+            dkv_door_room(http->door);
     }
 }
 
@@ -446,12 +271,12 @@ static void on_sweep(uv_timer_t *timer)
 
 /* ---- open and close ---- */
 
-static struct MHD_Daemon *start_library(struct dkv_http *http, int listen_fd)
+static struct MHD_Daemon *start_library(struct dkv_http *http)
 {
     const struct dkv_config *config = http->server->config;
     return MHD_start_daemon(
-        MHD_USE_EPOLL | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG, 0, NULL, NULL, on_request,
-        http, MHD_OPTION_EXTERNAL_LOGGER, on_library_log, http, MHD_OPTION_LISTEN_SOCKET, listen_fd,
+        MHD_USE_EPOLL | MHD_ALLOW_SUSPEND_RESUME | MHD_USE_ERROR_LOG | MHD_USE_NO_LISTEN_SOCKET, 0,
+        NULL, NULL, on_request, http, MHD_OPTION_EXTERNAL_LOGGER, on_library_log, http,
         MHD_OPTION_CONNECTION_LIMIT, (unsigned)config->max_connections,
         MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)MEMORY_PER_CONNECTION,
         MHD_OPTION_CONNECTION_MEMORY_INCREMENT, (size_t)MEMORY_STEP, MHD_OPTION_CONNECTION_TIMEOUT,
@@ -473,33 +298,68 @@ static void attach_to_loop(struct dkv_http *http)
     uv_poll_start(&http->poll, UV_READABLE, on_poll);
 }
 
+static void welcome(void *owner, int fd, const struct sockaddr *address, socklen_t address_bytes)
+{
+    struct dkv_http *http = owner;
+    /* The library closes the socket if it cannot take it. */
+    if (MHD_add_connection(http->library, fd, address, address_bytes) == MHD_YES)
+        pump_soon(http);
+}
+
+static void refused(void *owner, enum dkv_refusal reason, const char *text)
+{
+    struct dkv_http *http = owner;
+    http->server->metrics.connections_total++;
+    http->server->metrics.connections_closed++;
+    http->server->metrics.refusals[reason]++;
+    dkv_log_limited(&http->server->client_log, DKV_LOG_INFO, "refused a connection: %s", text);
+}
+
+static unsigned n_inside(void *owner)
+{
+    const struct dkv_http *http = owner;
+    return http->conns.n;
+}
+
+/* The door, which owns the listening socket from then on. */
+static enum dkv_status open_door(struct dkv_http *http, const struct dkv_listen_address *address,
+                                 struct dkv_error *err)
+{
+    const struct dkv_config *config = http->server->config;
+    const struct dkv_door_config door = {config->header_timeout_ms,
+                                         (unsigned)config->max_connections};
+    const struct dkv_door_calls calls = {http, welcome, refused, n_inside};
+    int listen_fd;
+    enum dkv_status status = dkv_listen_open(address, &listen_fd, &http->port, err);
+    if (status != DKV_OK)
+        return status;
+    http->door = dkv_door_open(http->server->loop, listen_fd, &door, &calls);
+    if (http->door == NULL) {
+        close(listen_fd);
+        return dkv_error_set(err, DKV_E_NOMEM, "out of memory");
+    }
+    return DKV_OK;
+}
+
 enum dkv_status dkv_http_open(struct dkv_server *server, struct dkv_error *err)
 {
     struct dkv_listen_address address;
-    int listen_fd;
-    struct dkv_http *http = calloc(1, sizeof(*http));
-    if (http == NULL)
-        return dkv_error_set(err, DKV_E_NOMEM, "out of memory");
-    http->server = server;
     enum dkv_status status = dkv_listen_parse(server->config->http, &address, err);
-    if (status == DKV_OK)
-        status = dkv_listen_open(&address, &listen_fd, &http->port, err);
-    if (status != DKV_OK) {
-        free(http);
-        return status;
-    }
-    http->rules.max_body_bytes = max_body_bytes(server);
+    struct dkv_http *http = status == DKV_OK ? calloc(1, sizeof(*http)) : NULL;
+    if (http == NULL)
+        return status != DKV_OK ? status : dkv_error_set(err, DKV_E_NOMEM, "out of memory");
+    http->server = server;
+    http->rules.max_body_bytes = server->max_body_bytes;
     /* A web page cannot know a token, so names matter only where none is asked for. */
     http->rules.local_names_only = address.loopback && !server->auth.required;
-    http->library = start_library(http, listen_fd);
+    http->library = start_library(http);
     if (http->library == NULL) {
-        close(listen_fd);
         free(http);
         return dkv_error_set(err, DKV_E_IO, "http: libmicrohttpd did not start");
     }
-    server->http = http;
+    server->http = http; /* closed with dkv_http_close(), also if the door does not open */
     attach_to_loop(http);
-    return DKV_OK;
+    return open_door(http, &address, err);
 }
 
 unsigned dkv_http_port(const struct dkv_http *http)
@@ -543,6 +403,7 @@ void dkv_http_close(struct dkv_http *http)
         }
     pump(http);
     http->closed = true;
+    dkv_door_close(http->door);
     dkv_linger_close_all(&http->lingering);
     uv_close((uv_handle_t *)&http->poll, free_http);
     uv_close((uv_handle_t *)&http->run_timer, free_http);

@@ -68,6 +68,16 @@ static struct dkv_http_verdict guard_version(struct dkv_http_head *head,
     return go_on;
 }
 
+static struct dkv_http_verdict guard_target(struct dkv_http_head *head,
+                                            const struct dkv_http_rules *rules)
+{
+    (void)rules;
+    for (const char *c = head->target; *c != '\0'; c++)
+        if ((unsigned char)*c <= ' ' || *c == 0x7f)
+            return bad("the request's target holds a space or a control character");
+    return go_on;
+}
+
 static struct dkv_http_verdict guard_size(struct dkv_http_head *head,
                                           const struct dkv_http_rules *rules)
 {
@@ -257,8 +267,8 @@ struct dkv_http_verdict dkv_http_guard(struct dkv_http_head *head,
 {
     static struct dkv_http_verdict (*const rules_in_order[])(struct dkv_http_head *,
                                                              const struct dkv_http_rules *) = {
-        guard_version,  guard_size, guard_lines,       guard_names,         guard_repeats,
-        guard_transfer, guard_body, guard_json_length, guard_names_of_host,
+        guard_version, guard_target,   guard_size, guard_lines,       guard_names,
+        guard_repeats, guard_transfer, guard_body, guard_json_length, guard_names_of_host,
     };
     for (size_t i = 0; i < sizeof(rules_in_order) / sizeof(rules_in_order[0]); i++) {
         struct dkv_http_verdict verdict = rules_in_order[i](head, rules);

@@ -29,6 +29,7 @@ struct dkv_http_field {
 struct dkv_http_head {
     /* In. */
     const char *method;
+    const char *target;  /* path or "*", as it stood in the request line, without the query */
     const char *version; /* "HTTP/1.1" */
     struct dkv_http_field fields[DKV_HTTP_FIELDS_MAX];
     unsigned n_fields;  /* as counted: may be above DKV_HTTP_FIELDS_MAX, the rest is not stored */

@@ -176,6 +176,9 @@ int dkv_server_run(const struct dkv_config *config)
     uv_loop_init(&life.loop);
     life.server.loop = &life.loop;
     dkv_body_pool_init(&life.server.bodies, body_limit(config));
+    life.server.max_body_bytes = config->max_body_bytes < life.server.bodies.limit_bytes
+                                     ? config->max_body_bytes
+                                     : life.server.bodies.limit_bytes;
     uv_timer_init(&life.loop, &life.drain_timer);
     life.drain_timer.data = &life;
     add_signal(&life, &life.sigterm, on_stop_signal, SIGTERM);

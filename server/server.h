@@ -21,6 +21,8 @@ struct dkv_server {
     struct dkv_auth auth;
     struct dkv_metrics metrics;
     struct dkv_body_pool bodies;
+    uint64_t max_body_bytes; /* the config's, or less: a body that could never be held is too large,
+                                not a reason to try again */
     struct dkv_backend *backend;
     struct dkv_http *http;
     struct dkv_oip_facts facts; /* its strings are in engine_info */

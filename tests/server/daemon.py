@@ -17,6 +17,12 @@ import time
 PATIENCE_S = 120
 
 
+def is_sanitized(program):
+    """True for a build with AddressSanitizer, which keeps freed memory for a while."""
+    with open(program, "rb") as file:
+        return b"__asan_init" in file.read()
+
+
 class Daemon:
     """dropkvd on a free port; use as a context manager. `log` holds its lines so far."""
 
@@ -86,7 +92,11 @@ class Daemon:
         if receive_bytes is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         connection.settimeout(PATIENCE_S)
-        connection.connect(("127.0.0.1", self.port))
+        try:
+            connection.connect(("127.0.0.1", self.port))
+        except OSError:
+            connection.close()
+            raise
         return connection
 
     def ask(self, raw):

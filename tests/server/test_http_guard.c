@@ -1,5 +1,6 @@
 /* Unit tests of the header guard and the route table, which need no socket. */
 #include "server/http_guard.h"
+#include "server/http_scan.h"
 #include "server/routes.h"
 
 #include <setjmp.h>
@@ -24,7 +25,7 @@ static void add(struct dkv_http_head *head, const char *name, const char *value)
 /* A header with a Host and up to three more fields, "Name: value" split by the caller. */
 static struct dkv_http_head head_of(const char *method, const char *const fields[][2], size_t n)
 {
-    struct dkv_http_head head = {.method = method, .version = "HTTP/1.1"};
+    struct dkv_http_head head = {.method = method, .target = "/v2", .version = "HTTP/1.1"};
     add(&head, "Host", "127.0.0.1:8480");
     for (size_t i = 0; i < n; i++)
         add(&head, fields[i][0], fields[i][1]);
@@ -132,7 +133,7 @@ static void line_ends_are_seen_behind_the_values(void **unused)
     (void)unused;
     for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
         struct dkv_http_head head = {
-            .method = "GET", .version = rows[i].text, .lines_checked = true};
+            .method = "GET", .target = "/v2", .version = rows[i].text, .lines_checked = true};
         head.fields[0] = (struct dkv_http_field){"Host", 4, rows[i].text + rows[i].host, 1};
         head.n_fields = 1;
         assert_int_equal(dkv_http_guard(&head, &open_rules).http_status, rows[i].status);
@@ -157,9 +158,20 @@ static void names_of_this_machine_are_known(void **unused)
     assert_int_equal(judge("GET", "Origin", "null"), 403);
 }
 
+static void a_target_holds_no_space(void **unused)
+{
+    static const char *const bad[] = {" /v2", "/v2 ", "/v\t2", "/v2\177", "/\001"};
+    (void)unused;
+    for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
+        struct dkv_http_head head = head_of("GET", NULL, 0);
+        head.target = bad[i];
+        assert_int_equal(dkv_http_guard(&head, &local).http_status, 400);
+    }
+}
+
 static void too_many_fields_are_refused(void **unused)
 {
-    struct dkv_http_head head = {.method = "GET", .version = "HTTP/1.1"};
+    struct dkv_http_head head = {.method = "GET", .target = "/v2", .version = "HTTP/1.1"};
     (void)unused;
     add(&head, "Host", "localhost");
     while (head.n_fields < DKV_HTTP_FIELDS_MAX)
@@ -167,6 +179,73 @@ static void too_many_fields_are_refused(void **unused)
     assert_int_equal(dkv_http_guard(&head, &local).http_status, 0);
     add(&head, "X", "1");
     assert_int_equal(dkv_http_guard(&head, &local).http_status, 431);
+}
+
+/* ---- the scan of raw bytes ---- */
+
+#define GOOD_HEAD "POST /v2 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 12 \r\n\r\n"
+
+static enum dkv_http_scan_result scan(const char *text, size_t n_bytes, unsigned *http_status)
+{
+    struct dkv_http_verdict verdict = {0};
+    enum dkv_http_scan_result result = dkv_http_scan(text, n_bytes, &verdict);
+    *http_status = verdict.http_status;
+    return result;
+}
+
+static void a_header_is_good_once_it_is_complete(void **unused)
+{
+    static const char head[] = GOOD_HEAD "\0\n: body that nobody looks at";
+    const size_t n_head = sizeof(GOOD_HEAD) - 1;
+    unsigned http_status;
+    (void)unused;
+    for (size_t n = 0; n < n_head; n++)
+        assert_int_equal(scan(head, n, &http_status), DKV_HTTP_SCAN_MORE);
+    for (size_t n = n_head; n < sizeof(head); n++)
+        assert_int_equal(scan(head, n, &http_status), DKV_HTTP_SCAN_GOOD);
+    assert_int_equal(scan("\r\n" GOOD_HEAD, n_head + 2, &http_status), DKV_HTTP_SCAN_GOOD);
+}
+
+static void what_makes_a_header_bad_is_seen_as_soon_as_it_is_there(void **unused)
+{
+    static const struct {
+        char text[96];
+        unsigned http_status;
+    } rows[] = {
+        {"GET /v2 HTTP/1.1\n", 400},
+        {"GET /v2\r\n", 400},
+        {"GET /v2 HTTP/2.0\r\n", 400},
+        {"GET  /v2 HTTP/1.1\r\n", 400},
+        {" /v2 HTTP/1.1\r\n", 400},
+        {"GET  HTTP/1.1\r\n", 400},
+        {"GET HTTP/1.1\r\n", 400},
+        {"GET /v2 HTTP/1.1\r\nX: a\rb\r\n", 400},
+        {"GET /v2 HTTP/1.1\r\nX\r\n", 400},
+        {"GET /v2 HTTP/1.1\r\n: x\r\n", 400},
+        {"GET /v2 HTTP/1.1\r\nX: a\r\n b\r\n", 400},
+        {"GET /v2 HTTP/1.1\r\ncontent-LENGTH: -1\r\n", 400},
+        {"GET /v2 HTTP/1.1\r\nContent-Length:\r\n", 400},
+        {"GET /v2 HTTP/1.1\r\nContent-Length: 18446744073709551616\r\n", 413},
+    };
+    unsigned http_status;
+    (void)unused;
+    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+        if (scan(rows[i].text, strlen(rows[i].text), &http_status) != DKV_HTTP_SCAN_BAD)
+            fail_msg("%s", rows[i].text);
+        assert_int_equal(http_status, rows[i].http_status);
+    }
+    assert_int_equal(scan("GET\0", 4, &http_status), DKV_HTTP_SCAN_BAD);
+}
+
+static void a_header_without_end_is_too_large(void **unused)
+{
+    static char text[DKV_HTTP_HEAD_BYTES_MAX + 1];
+    unsigned http_status;
+    (void)unused;
+    memset(text, 'a', sizeof(text));
+    assert_int_equal(scan(text, sizeof(text) - 1, &http_status), DKV_HTTP_SCAN_MORE);
+    assert_int_equal(scan(text, sizeof(text), &http_status), DKV_HTTP_SCAN_BAD);
+    assert_int_equal(http_status, 431);
 }
 
 /* ---- routes ---- */
@@ -244,7 +323,11 @@ int main(void)
         cmocka_unit_test(names_are_tokens_and_values_hold_no_control_characters),
         cmocka_unit_test(line_ends_are_seen_behind_the_values),
         cmocka_unit_test(names_of_this_machine_are_known),
+        cmocka_unit_test(a_target_holds_no_space),
         cmocka_unit_test(too_many_fields_are_refused),
+        cmocka_unit_test(a_header_is_good_once_it_is_complete),
+        cmocka_unit_test(what_makes_a_header_bad_is_seen_as_soon_as_it_is_there),
+        cmocka_unit_test(a_header_without_end_is_too_large),
         cmocka_unit_test(every_route_of_the_table_is_found_under_its_own_path),
         cmocka_unit_test(only_health_is_open),
         cmocka_unit_test(an_escaped_slash_is_part_of_a_name),

@@ -2,8 +2,11 @@
 
 usage: test_http_raw.py DROPKVD
 """
+import json
 import re
+import socket
 import sys
+import time
 import unittest
 
 from daemon import INFER, Daemon, infer_body, is_closed, read_reply, read_to_end, request
@@ -14,10 +17,7 @@ POST = "POST /v2/repository/index HTTP/1.1\r\nHost: localhost\r\n"
 
 
 def n_replies(data):
-    """Status lines of different statuses or places: libmicrohttpd 0.9.75 writes the header of a
-    refusal of its own twice."""
-    lines = re.findall(rb"HTTP/1\.[01] \d\d\d ", data)
-    return len(lines) - (len(lines) == 2 and lines[0] == lines[1] and b"<html>" in data)
+    return len(re.findall(rb"HTTP/1\.[01] \d\d\d ", data))
 
 
 # name: (raw request with a second one smuggled in it, statuses that are right)
@@ -68,6 +68,8 @@ DESYNC = {
     "foreign_host_like_ours": ("GET /v2 HTTP/1.1\r\nHost: localhost.evil.example\r\n\r\n", (403,)),
     "foreign_origin": ("GET /v2 HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\n\r\n", (403,)),
     "null_origin": ("GET /v2 HTTP/1.1\r\nHost: localhost\r\nOrigin: null\r\n\r\n", (403,)),
+    "two_spaces_in_request_line": ("GET /v2  HTTP/1.1\r\nHost: localhost\r\n\r\n", (400,)),
+    "no_version": ("GET /v2\r\nHost: localhost\r\n\r\n", (400,)),
     "version_2": ("GET /v2 HTTP/2.0\r\nHost: localhost\r\n\r\n", (400, 505)),
     "65_fields": (
         "GET /v2 HTTP/1.1\r\nHost: localhost\r\n" + "".join("X%d: 1\r\n" % i for i in range(64)) + "\r\n", (431,)),
@@ -79,7 +81,7 @@ DESYNC = {
 class Raw(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        cls.daemon = Daemon(DROPKVD)
+        cls.daemon = Daemon(DROPKVD, "--keepalive-timeout-ms", "3000")
 
     @classmethod
     def tearDownClass(cls):
@@ -100,7 +102,46 @@ class Raw(unittest.TestCase):
                 data = self.send(raw.encode("latin-1") + CANARY)
                 self.assertEqual(n_replies(data), 1, data)
                 self.assertIn(int(data.split(b" ", 2)[1]), statuses, data)
-                self.assertLess(len(data), 1500)
+                if name == "chunk_size_above_64_bits":
+                    continue  # found within the body, by libmicrohttpd, which says so in its own way
+                head, body = data.split(b"\r\n\r\n", 1)
+                self.assertIn(b"\r\nConnection: close", head)
+                self.assertEqual(list(json.loads(body)), ["error"])
+                self.assertLess(len(body), 1024)
+
+    def test_so_are_ambiguous_requests_behind_a_good_one(self):
+        for name, (raw, statuses) in DESYNC.items():
+            with self.subTest(name), self.daemon.connect() as connection:
+                connection.sendall(CANARY)
+                self.assertEqual(read_reply(connection).status, 200)
+                try:
+                    connection.sendall(raw.encode("latin-1") + CANARY)
+                except (BrokenPipeError, ConnectionResetError):
+                    pass
+                data = read_to_end(connection)
+                self.assertNotIn(b" 200 OK", data)
+                if data:  # a reset may have overtaken it
+                    self.assertIn(int(data.split(b" ", 2)[1]), statuses, data)
+
+    def test_a_header_may_come_in_pieces(self):
+        raw = request("POST", "/v2/repository/index", ["Connection: close"], b"{}")
+        for size in (1, 7, 50):
+            with self.subTest(size), self.daemon.connect() as connection:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                for at in range(0, len(raw), size):
+                    connection.sendall(raw[at : at + size])
+                self.assertEqual(read_reply(connection).status, 200)
+
+    def test_peers_that_leave_in_the_middle_of_a_header_are_forgotten(self):
+        fds = self.daemon.n_fds()
+        for n in (0, 1, 20):
+            for _ in range(50):
+                with self.daemon.connect() as connection:
+                    connection.sendall(CANARY[:n])
+        self.daemon.wait_for_metric("dropkv_http_connections", lambda v: v == 1)
+        deadline = time.monotonic() + 20
+        while self.daemon.n_fds() > fds:
+            self.assertLess(time.monotonic(), deadline, "descriptors leak")
 
     def test_a_chunked_request_is_the_last_of_its_connection(self):
         rows = {
