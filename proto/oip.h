@@ -9,7 +9,7 @@
  *     optional: sink_logits FP32 [Hq]; key and value in F8_E4M3 or F8_E5M2 (names of ours, the
  *     protocol has none) with input parameter `scale`, or with inputs key_scale, value_scale
  *     FP32 [Hkv]
- *   ->  keep_indices INT32 [B,Hkv,k]; scores FP32 [B,Hkv,n] if asked for by name
+ *   ->  keep_indices INT32 [B,Hkv,k]; scores FP32 [B,Hkv,n]; both unless the request names some
  *
  * Scoring parameters are request parameters under the names of proto/params.h.
  *

@@ -151,7 +151,7 @@ static enum dkv_status read_output(const json_t *output, struct dkv_oip_infer *i
     return DKV_OK;
 }
 
-/* Without a list the client gets the indices; scores are large and only given when named. */
+/* Without a list the client gets everything, as the protocol has it. */
 static enum dkv_status read_outputs(const json_t *root, struct dkv_oip_infer *infer,
                                     bool binary_output, struct dkv_error *err)
 {
@@ -162,8 +162,8 @@ static enum dkv_status read_outputs(const json_t *root, struct dkv_oip_infer *in
     json_array_foreach(outputs, i, output) if (status == DKV_OK)
         status = read_output(output, infer, binary_output, err);
     if (json_array_size(outputs) == 0)
-        infer->outputs[DKV_OIP_KEEP_INDICES] = (struct dkv_oip_wanted){.wanted = true,
-                                                                       .binary = binary_output};
+        for (int o = 0; o < DKV_OIP_OUTPUTS; o++)
+            infer->outputs[o] = (struct dkv_oip_wanted){.wanted = true, .binary = binary_output};
     return status;
 }
 

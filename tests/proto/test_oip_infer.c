@@ -182,13 +182,13 @@ static void an_empty_id_counts_as_none(void **state)
     assert_string_equal(infer.id, "");
 }
 
-static void without_outputs_the_indices_are_wanted_alone(void **state)
+static void without_outputs_all_are_wanted(void **state)
 {
     (void)state;
     assert_parses(PLAIN, ALL_BYTES);
     assert_true(infer.outputs[DKV_OIP_KEEP_INDICES].wanted);
     assert_false(infer.outputs[DKV_OIP_KEEP_INDICES].binary);
-    assert_false(infer.outputs[DKV_OIP_SCORES].wanted);
+    assert_true(infer.outputs[DKV_OIP_SCORES].wanted);
     assert_parses(PARAM("\"binary_data_output\":true"), ALL_BYTES);
     assert_true(infer.outputs[DKV_OIP_KEEP_INDICES].binary);
     assert_parses("{\"outputs\":[],\"parameters\":{\"binary_data_output\":true}," INPUTS "}",
@@ -513,7 +513,7 @@ int main(void)
         TEST(json_numbers_become_floats),
         TEST(optional_inputs_are_taken),
         TEST(an_empty_id_counts_as_none),
-        TEST(without_outputs_the_indices_are_wanted_alone),
+        TEST(without_outputs_all_are_wanted),
         TEST(what_existing_clients_send_is_tolerated),
         TEST(shared_memory_is_recognised),
         TEST(text_that_is_not_json_is_malformed),
