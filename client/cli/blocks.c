@@ -290,8 +290,44 @@ static enum dkv_status form_blocks(const struct dkv_tensor_file *file,
     return status;
 }
 
-/* Three .npy files are one block: each holds one tensor, so their order on the command line, not
- * their names, says which is which. The caller passes them as query, key, value. */
+static int by_name(const void *a, const void *b)
+{
+    const struct dkv_named_block *const *x = a;
+    const struct dkv_named_block *const *y = b;
+    const int order = strcmp((*x)->name, (*y)->name);
+    return order != 0 ? order : (*x < *y ? -1 : *x > *y);
+}
+
+static bool add_number(struct dkv_named_block *block, size_t number)
+{
+    char *longer = NULL;
+    if (asprintf(&longer, "%s#%zu", block->name, number) < 0)
+        return false;
+    free(block->name);
+    block->name = longer;
+    return true;
+}
+
+/* Blocks of the same name (dumps of the same name in two folders, "a.q" beside "a_q") become
+ * NAME, NAME#2 and so on: names are keys in what is written. */
+static enum dkv_status tell_apart(struct dkv_block_list *list, struct dkv_error *err)
+{
+    struct dkv_named_block **sorted = calloc(list->n_blocks, sizeof(*sorted));
+    bool done = sorted != NULL;
+    for (size_t i = 0; done && i < list->n_blocks; i++)
+        sorted[i] = &list->blocks[i];
+    if (done)
+        qsort(sorted, list->n_blocks, sizeof(*sorted), by_name);
+    for (size_t i = 0, n; done && i < list->n_blocks; i += n) {
+        for (n = 1;
+             done && i + n < list->n_blocks && strcmp(sorted[i]->name, sorted[i + n]->name) == 0;
+             n++)
+            done = add_number(sorted[i + n], n + 1);
+    }
+    free(sorted);
+    return done ? DKV_OK : dkv_error_set(err, DKV_E_NOMEM, "no memory for names");
+}
+
 enum dkv_status dkv_blocks_find(const struct dkv_tensor_file *files, size_t n_files,
                                 const struct dkv_block_patterns *patterns,
                                 struct dkv_block_list *list_out, struct dkv_error *err)
@@ -314,6 +350,8 @@ enum dkv_status dkv_blocks_find(const struct dkv_tensor_file *files, size_t n_fi
                      : dkv_error_set(err, DKV_E_INVALID,
                                      "no tensors PREFIXquery, PREFIXkey and PREFIXvalue (or q, k, "
                                      "v); name them with --query, --key and --value");
+    if (status == DKV_OK)
+        status = tell_apart(&list, err);
     if (status != DKV_OK) {
         dkv_block_list_fini(&list);
         return status;

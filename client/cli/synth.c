@@ -1,5 +1,9 @@
 /* xoshiro256** for bits, Box and Muller's transform for normals, and one rounding routine for all
- * narrow types, since each is only a width of exponent and mantissa. */
+ * narrow types, since each is only a width of exponent and mantissa.
+ *
+ * A long tensor is made of pieces of a pool of a million such elements, each from a random place: a
+ * gigabyte of fresh normals would take longer than most benchmarks. Pieces are shorter than a row
+ * of most heads and of a prime length, so that no two rows are alike. */
 #include "client/cli/synth.h"
 
 #include <math.h>
@@ -78,7 +82,10 @@ static void put(enum dkv_dtype dtype, void *out, size_t i, float x)
     memcpy((uint8_t *)out + i * bytes, &bits, bytes); /* little-endian, like everything here */
 }
 
-void dkv_random_normal(struct dkv_random *random, enum dkv_dtype dtype, void *out, size_t n)
+#define POOL_ELEMENTS  (UINT64_C(1) << 20)
+#define PIECE_ELEMENTS UINT64_C(61)
+
+static void make_normals(struct dkv_random *random, enum dkv_dtype dtype, void *out, size_t n)
 {
     const float two_pi = 6.2831853f;
     for (size_t i = 0; i < n; i += 2) {
@@ -89,5 +96,20 @@ void dkv_random_normal(struct dkv_random *random, enum dkv_dtype dtype, void *ou
         put(dtype, out, i, radius * cosf(angle));
         if (i + 1 < n)
             put(dtype, out, i + 1, radius * sinf(angle));
+    }
+}
+
+void dkv_random_normal(struct dkv_random *random, enum dkv_dtype dtype, void *out, size_t n)
+{
+    const size_t bytes = dkv_dtype_bytes(dtype);
+    uint8_t *to = out;
+    const uint8_t *pool = out; /* its first part is the pool of the rest */
+    const size_t n_fresh = n < POOL_ELEMENTS ? n : POOL_ELEMENTS;
+    make_normals(random, dtype, out, n_fresh);
+    for (size_t i = n_fresh; i < n; i += PIECE_ELEMENTS) {
+        const size_t left = n - i;
+        const size_t from = next_bits(random) % (POOL_ELEMENTS - PIECE_ELEMENTS);
+        memcpy(to + i * bytes, pool + from * bytes,
+               (left < PIECE_ELEMENTS ? left : PIECE_ELEMENTS) * bytes);
     }
 }

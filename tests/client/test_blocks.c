@@ -139,6 +139,22 @@ static void several_files_name_their_blocks_apart(void **state)
     free(files[1].index.tensors);
 }
 
+static void blocks_of_the_same_name_are_numbered(void **state)
+{
+    (void)state;
+    struct dkv_tensor_file files[2] = {
+        FILE_OF("x/a.safetensors", "l.k", "l.q", "l.v", "l_k", "l_q", "l_v"),
+        FILE_OF("y/a.safetensors", "l.key", "l.query", "l.value")};
+    static const char *const names[] = {"a:l", "a:l#2", "a:l#3"};
+    struct dkv_block_list list = found(files, 2, NULL);
+    assert_int_equal(list.n_blocks, 3);
+    for (size_t i = 0; i < 3; i++)
+        assert_string_equal(list.blocks[i].name, names[i]);
+    dkv_block_list_fini(&list);
+    free(files[0].index.tensors);
+    free(files[1].index.tensors);
+}
+
 static void a_block_without_one_of_three_is_an_error(void **state)
 {
     (void)state;
@@ -229,6 +245,7 @@ int main(void)
         cmocka_unit_test(letters_need_a_separator_and_words_do_not),
         cmocka_unit_test(bare_names_take_the_name_of_the_file),
         cmocka_unit_test(several_files_name_their_blocks_apart),
+        cmocka_unit_test(blocks_of_the_same_name_are_numbered),
         cmocka_unit_test(a_block_without_one_of_three_is_an_error),
         cmocka_unit_test(tensors_that_only_end_so_are_ignored),
         cmocka_unit_test(patterns_stand_for_the_layer),

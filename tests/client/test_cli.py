@@ -6,6 +6,7 @@ import array
 import json
 import os
 import pathlib
+import pty
 import struct
 import subprocess
 import sys
@@ -206,6 +207,30 @@ class Embedded(Case):
         report = json.loads(self.ok(embedded(DUMP, GOLDEN[0], "-f", "json")))
         self.assertEqual([b["name"] for b in report["blocks"]],
                          ["tiny_dump_n1024:layers.%d" % i for i in range(6)] + [GOLDEN[0].stem])
+
+    def test_a_dump_named_twice_gives_two_blocks(self):
+        tensors, _ = read_safetensors(self.ok(embedded(GOLDEN[0], GOLDEN[0], "-f", "safetensors")))
+        self.assertEqual(sorted(tensors), sorted(GOLDEN[0].stem + end + ".keep_indices" for end in ("", "#2")))
+
+    def test_colours_are_for_terminals_without_no_color(self):
+        for extra, coloured in (({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)):
+            env = {**os.environ, "TERM": "xterm", "LC_ALL": "C.UTF-8", "COLUMNS": "90", **extra}
+            if "NO_COLOR" not in extra:
+                env.pop("NO_COLOR", None)
+            leader, follower = pty.openpty()
+            with subprocess.Popen([CLIENT, "score", "-e", "embedded:", DUMP], stdout=follower, stderr=follower,
+                                  env=env) as process:
+                os.close(follower)
+                seen = b""
+                try:
+                    while piece := os.read(leader, 65536):
+                        seen += piece
+                except OSError:  # how a terminal without a process ends
+                    pass
+                os.close(leader)
+            self.assertEqual(process.returncode, 0)
+            self.assertEqual(b"\033[" in seen, coloured, (extra, seen))
+            self.assertIn("█".encode(), seen)
 
     def test_an_output_file_holds_what_standard_output_would(self):
         out = self.folder / "kept.json"
