@@ -33,10 +33,10 @@ struct dkv_transport {
     int epoll_fd;
     int timer_fd;
     int64_t curl_due_ns; /* when libcurl wants to be called */
+    int64_t own_due_ns;  /* the earliest deadline or retry; may be early, never late */
     int64_t armed_ns;    /* what the timerfd is set to */
     uint32_t max_retries;
     struct dkv_exchange *first; /* all exchanges */
-    uint32_t n_pausing;         /* of which wait for retry_at_ns */
     CURL *idle[IDLE_HANDLES_MAX];
     unsigned n_idle;
 };
@@ -78,13 +78,15 @@ static int on_timer(CURLM *multi, long timeout_ms, void *context)
     return 0;
 }
 
+static void note_due(struct dkv_transport *t, int64_t at_ns)
+{
+    t->own_due_ns = at_ns < t->own_due_ns ? at_ns : t->own_due_ns;
+}
+
 /* Sets the timerfd to the earliest thing that has to happen. */
 static void arm_timer(struct dkv_transport *t)
 {
-    int64_t due_ns = t->curl_due_ns;
-    for (struct dkv_exchange *ex = t->n_pausing > 0 ? t->first : NULL; ex != NULL; ex = ex->next)
-        if (ex->retry_at_ns != 0 && ex->retry_at_ns < due_ns)
-            due_ns = ex->retry_at_ns;
+    int64_t due_ns = t->curl_due_ns < t->own_due_ns ? t->curl_due_ns : t->own_due_ns;
     if (due_ns == t->armed_ns)
         return;
     t->armed_ns = due_ns;
@@ -112,9 +114,7 @@ static void unlink_exchange(struct dkv_transport *t, struct dkv_exchange *ex)
 /* Keeps the easy handle for the next exchange: making one is dear beside a small request. */
 static void exchange_free(struct dkv_transport *t, struct dkv_exchange *ex)
 {
-    if (ex->retry_at_ns != 0)
-        t->n_pausing--;
-    else
+    if (ex->retry_at_ns == 0)
         curl_multi_remove_handle(t->multi, ex->easy);
     dkv_exchange_reset(ex);
     if (t->n_idle < IDLE_HANDLES_MAX)
@@ -155,6 +155,7 @@ static enum dkv_status http_submit(struct dkv_transport *t, struct dkv_job *job,
         t->first->prev = ex;
     t->first = ex;
     job->carrier = ex;
+    note_due(t, job->deadline_ns);
     arm_timer(t);
     return DKV_OK;
 }
@@ -203,7 +204,7 @@ static void finish_attempt(struct dkv_transport *t, struct dkv_exchange *ex, CUR
     curl_multi_remove_handle(t->multi, ex->easy);
     dkv_exchange_reset(ex);
     ex->retry_at_ns = at_ns;
-    t->n_pausing++;
+    note_due(t, at_ns);
 }
 
 static void finish_attempts(struct dkv_transport *t)
@@ -220,20 +221,37 @@ static void finish_attempts(struct dkv_transport *t)
     }
 }
 
-static void start_due_retries(struct dkv_transport *t)
+static void start_retry(struct dkv_transport *t, struct dkv_exchange *ex)
 {
+    struct dkv_error error = {0};
+    ex->retry_at_ns = 0;
+    const enum dkv_status status = start_attempt(t, ex, &error);
+    if (status != DKV_OK)
+        hand_back(t, ex, status, &error);
+}
+
+/* Ends what is past its deadline, whatever it waits for (libcurl's own timeout does not run while a
+ * transfer waits for a free connection), and starts what has paused long enough. */
+static void run_own_timers(struct dkv_transport *t)
+{
+    static const struct dkv_error too_late = {DKV_E_TIMEOUT,
+                                              "the deadline passed before the answer came"};
     const int64_t now_ns = dkv_now_ns();
     struct dkv_exchange *next;
-    for (struct dkv_exchange *ex = t->n_pausing > 0 ? t->first : NULL; ex != NULL; ex = next) {
-        struct dkv_error error = {0};
+    if (now_ns < t->own_due_ns)
+        return;
+    t->own_due_ns = NEVER_NS;
+    for (struct dkv_exchange *ex = t->first; ex != NULL; ex = next) {
         next = ex->next;
-        if (ex->retry_at_ns == 0 || ex->retry_at_ns > now_ns)
+        if (now_ns >= ex->job->deadline_ns) {
+            hand_back(t, ex, DKV_E_TIMEOUT, &too_late);
             continue;
-        ex->retry_at_ns = 0;
-        t->n_pausing--;
-        const enum dkv_status status = start_attempt(t, ex, &error);
-        if (status != DKV_OK)
-            hand_back(t, ex, status, &error);
+        }
+        note_due(t, ex->job->deadline_ns);
+        if (ex->retry_at_ns > now_ns)
+            note_due(t, ex->retry_at_ns);
+        else if (ex->retry_at_ns != 0)
+            start_retry(t, ex);
     }
 }
 
@@ -260,7 +278,7 @@ static enum dkv_status http_dispatch(struct dkv_transport *t, struct dkv_error *
     int n = 1;
     for (int round = 0; n > 0 && round < ROUNDS_MAX; round++) {
         int running;
-        start_due_retries(t);
+        run_own_timers(t);
         run_timer(t);
         n = epoll_wait(t->epoll_fd, events, EVENTS_PER_ROUND, 0);
         if (n < 0 && errno != EINTR)
@@ -338,6 +356,7 @@ static enum dkv_status http_open(const struct dkv_transport_config *config,
         .epoll_fd = -1,
         .timer_fd = -1,
         .curl_due_ns = NEVER_NS,
+        .own_due_ns = NEVER_NS,
         .armed_ns = NEVER_NS,
         .max_retries = config->max_retries,
     };

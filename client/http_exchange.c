@@ -213,22 +213,14 @@ static int on_seek(void *context, curl_off_t offset, int origin)
     return CURL_SEEKFUNC_OK;
 }
 
-static long milliseconds_left(int64_t deadline_ns)
-{
-    const int64_t left_ns = deadline_ns - dkv_now_ns();
-    return left_ns <= 0 ? 1 : (long)((left_ns + 999999) / 1000000);
-}
-
 /* What every handle has in common. */
-static void set_common(CURL *easy, const struct dkv_http_target *target, int64_t deadline_ns,
+static void set_common(CURL *easy, const struct dkv_http_target *target,
                        struct dkv_http_reply *reply)
 {
     curl_easy_setopt(easy, CURLOPT_NOSIGNAL, 1L);
     curl_easy_setopt(easy, CURLOPT_PROTOCOLS_STR, "http,https");
     curl_easy_setopt(easy, CURLOPT_HTTP_VERSION, (long)CURL_HTTP_VERSION_1_1);
     curl_easy_setopt(easy, CURLOPT_USERAGENT, "libdropkv");
-    curl_easy_setopt(easy, CURLOPT_TIMEOUT_MS, milliseconds_left(deadline_ns));
-    curl_easy_setopt(easy, CURLOPT_CONNECTTIMEOUT_MS, milliseconds_left(deadline_ns));
     curl_easy_setopt(easy, CURLOPT_BUFFERSIZE, DOWNLOAD_BUFFER_BYTES);
     curl_easy_setopt(easy, CURLOPT_HEADERFUNCTION, on_header);
     curl_easy_setopt(easy, CURLOPT_HEADERDATA, reply);
@@ -288,7 +280,7 @@ enum dkv_status dkv_exchange_prepare(struct dkv_exchange *ex, const struct dkv_h
     ex->sent_bytes = 0;
     ex->n_attempts++;
     reply_rewind(&ex->reply, largest_answer(&job->call));
-    set_common(ex->easy, target, job->deadline_ns, &ex->reply);
+    set_common(ex->easy, target, &ex->reply);
     curl_easy_setopt(ex->easy, CURLOPT_URL, target->infer_url);
     curl_easy_setopt(ex->easy, CURLOPT_POST, 1L);
     curl_easy_setopt(ex->easy, CURLOPT_POSTFIELDSIZE_LARGE,
@@ -435,6 +427,12 @@ enum dkv_status dkv_exchange_judge(struct dkv_exchange *ex, CURLcode code, bool 
 
 /* ---- GET ---- */
 
+static long milliseconds_left(int64_t deadline_ns)
+{
+    const int64_t left_ns = deadline_ns - dkv_now_ns();
+    return left_ns <= 0 ? 1 : (long)((left_ns + 999999) / 1000000);
+}
+
 enum dkv_status dkv_http_get(const struct dkv_http_target *target, const char *url,
                              int64_t deadline_ns, char **body_out, size_t *n_bytes_out,
                              struct dkv_error *err)
@@ -449,7 +447,8 @@ enum dkv_status dkv_http_get(const struct dkv_http_target *target, const char *u
         goto out;
     }
     reply_rewind(&ex.reply, METADATA_BYTES);
-    set_common(ex.easy, target, deadline_ns, &ex.reply);
+    set_common(ex.easy, target, &ex.reply);
+    curl_easy_setopt(ex.easy, CURLOPT_TIMEOUT_MS, milliseconds_left(deadline_ns));
     curl_easy_setopt(ex.easy, CURLOPT_URL, url);
     curl_easy_setopt(ex.easy, CURLOPT_HTTPHEADER, ex.headers);
     const CURLcode code = curl_easy_perform(ex.easy);

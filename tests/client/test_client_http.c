@@ -553,6 +553,36 @@ static void a_silent_server_costs_the_deadline_and_no_more(void **state)
     dkv_test_server_stop(server);
 }
 
+static void waiting_for_a_connection_counts_toward_the_deadline(void **state)
+{
+    (void)state;
+    char url[64];
+    struct dropkv_client *client;
+    struct dropkv_request r = tiny_request();
+    struct dropkv_client_options options = DROPKV_CLIENT_OPTIONS_INIT;
+    const struct dkv_test_scene scene = {NULL, 0, 0, true};
+    struct dkv_test_server *server = dkv_test_server_start(&scene, 1, url);
+    options.max_connections = 1;
+    uint64_t patient;
+    uint64_t hasty;
+    assert_int_equal(dropkv_client_open(url, &options, &client, NULL), DROPKV_OK);
+    r.timeout_us = 60000000;
+    assert_int_equal(dropkv_submit(client, &r, &patient, NULL), DROPKV_OK);
+    r.timeout_us = 100000;
+    assert_int_equal(dropkv_submit(client, &r, &hasty, NULL), DROPKV_OK);
+    const double start_s = now_s();
+    assert_int_equal(dropkv_dispatch(client, -1, NULL), DROPKV_OK);
+    assert_true(now_s() - start_s < 10);
+    struct dropkv_result *result = dropkv_next_result(client);
+    assert_non_null(result);
+    assert_int_equal(result->id, hasty);
+    assert_int_equal(result->status, DROPKV_E_TIMEOUT);
+    dropkv_result_free(result);
+    assert_int_equal(dropkv_cancel(client, patient), DROPKV_OK);
+    dropkv_client_close(client);
+    dkv_test_server_stop(server);
+}
+
 static void broken_answers_are_malformed(void **state)
 {
     (void)state;
@@ -676,6 +706,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(busy_is_tried_again_after_the_time_it_names),
         cmocka_unit_test(a_retry_beyond_the_deadline_is_not_waited_for),
         cmocka_unit_test(a_silent_server_costs_the_deadline_and_no_more),
+        cmocka_unit_test(waiting_for_a_connection_counts_toward_the_deadline),
         cmocka_unit_test(broken_answers_are_malformed),
         cmocka_unit_test(indices_outside_the_cache_are_not_handed_on),
         cmocka_unit_test(a_cut_answer_is_asked_for_again),
