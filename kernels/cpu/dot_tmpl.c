@@ -102,31 +102,30 @@ static void dot(float *tile, const float *panel, size_t n_rows, const float *row
     }
 }
 
-#define ACC_DIMS (DOT_KEYS < 8 ? 4 : 8) /* dim is a multiple of 8 */
-
-DKV_BLOCK void accumulate_block(size_t vecs, float *panel, const float *keep, size_t n_rows,
-                                const float *tile, const float *rows, size_t ld, size_t n_keys,
-                                struct fetch *fetch)
+/* `vecs` vectors of rows times `dims` output elements; both constants after inlining. */
+DKV_BLOCK void accumulate_block(size_t vecs, size_t dims, float *panel, const float *keep,
+                                size_t n_rows, const float *tile, const float *rows, size_t ld,
+                                size_t n_keys, struct fetch *fetch)
 {
     vf acc[ACC_DIMS][2];
-#pragma GCC unroll 8
-    for (size_t i = 0; i < ACC_DIMS; i++)
+#pragma GCC unroll 12
+    for (size_t i = 0; i < dims; i++)
         acc[i][0] = acc[i][1] = v_set1(0.0f);
     for (size_t k = 0; k < n_keys; k++) {
         if (k % ACC_STEP == 0)
             fetch_step(fetch);
         const vf p0 = v_load(tile + k * n_rows);
         const vf p1 = vecs > 1 ? v_load(tile + k * n_rows + LANES) : p0;
-#pragma GCC unroll 8
-        for (size_t i = 0; i < ACC_DIMS; i++) {
+#pragma GCC unroll 12
+        for (size_t i = 0; i < dims; i++) {
             const vf x = v_set1(rows[k * ld + i]);
             acc[i][0] = v_fma(p0, x, acc[i][0]);
             if (vecs > 1)
                 acc[i][1] = v_fma(p1, x, acc[i][1]);
         }
     }
-#pragma GCC unroll 8
-    for (size_t i = 0; i < ACC_DIMS; i++) {
+#pragma GCC unroll 12
+    for (size_t i = 0; i < dims; i++) {
         for (size_t v = 0; v < vecs; v++) {
             float *out = panel + i * n_rows + v * LANES;
             v_store(out, v_fma(v_load(out), v_load(keep + v * LANES), acc[i][v]));
@@ -138,14 +137,26 @@ static void accumulate(float *panel, const float *keep, size_t n_rows, const flo
                        const float *rows, size_t ld, size_t n_keys, size_t dim,
                        const struct dkv_ahead *ahead)
 {
+    /* dim is a multiple of 8: wide blocks as long as they leave one, then narrow ones */
+    const size_t wide = dim / (2 * ACC_DIMS) * (2 * ACC_DIMS);
     const size_t pairs = (n_rows + 2 * LANES - 1) / (2 * LANES);
     struct fetch fetch = fetch_plan(ahead, pairs * (dim / ACC_DIMS) * (n_keys / ACC_STEP));
-    for (size_t d = 0; d < dim; d += ACC_DIMS) {
+    for (size_t d = 0; d < dim; d += d < wide ? ACC_DIMS : ACC_REST) {
         float *out = panel + d * n_rows;
         size_t r = 0;
-        for (; r + 2 * LANES <= n_rows; r += 2 * LANES)
-            accumulate_block(2, out + r, keep + r, n_rows, tile + r, rows + d, ld, n_keys, &fetch);
-        if (r < n_rows)
-            accumulate_block(1, out + r, keep + r, n_rows, tile + r, rows + d, ld, n_keys, &fetch);
+        for (; r + 2 * LANES <= n_rows; r += 2 * LANES) {
+            if (d < wide)
+                accumulate_block(2, ACC_DIMS, out + r, keep + r, n_rows, tile + r, rows + d, ld,
+                                 n_keys, &fetch);
+            else
+                accumulate_block(2, ACC_REST, out + r, keep + r, n_rows, tile + r, rows + d, ld,
+                                 n_keys, &fetch);
+        }
+        if (r < n_rows && d < wide)
+            accumulate_block(1, ACC_DIMS, out + r, keep + r, n_rows, tile + r, rows + d, ld, n_keys,
+                             &fetch);
+        else if (r < n_rows)
+            accumulate_block(1, ACC_REST, out + r, keep + r, n_rows, tile + r, rows + d, ld, n_keys,
+                             &fetch);
     }
 }

@@ -13,12 +13,16 @@
 #include <math.h>
 #include <string.h>
 
-#define LOG2E     1.4426950408889634
-#define VALUE_MAX 1e18f
+#define LOG2E        1.4426950408889634
+#define VALUE_MAX    1e18f
+#define CONVERT_KEYS 24u
+#ifndef TILE_B
+#define TILE_B 24u
+#endif
 
-static size_t tile_keys(uint64_t first, uint64_t end)
+static size_t tile_keys(uint64_t first, uint64_t end, size_t most)
 {
-    return end - first < DKV_TILE_KEYS ? (size_t)(end - first) : DKV_TILE_KEYS;
+    return end - first < most ? (size_t)(end - first) : most;
 }
 
 static unsigned judge(float key_top, float value_top, const struct dkv_head *head)
@@ -120,15 +124,39 @@ static void hide_future(const struct dkv_head *head, float *logits, uint64_t fir
 
 /* Rows of the tile behind `next`, for the products to fetch while they work on this one. */
 static struct dkv_ahead look_ahead(const struct dkv_head *head, const struct dkv_reader *reader,
-                                   uint32_t dim, uint64_t next, const void **rows)
+                                   uint32_t dim, uint64_t next, size_t most, const void **rows)
 {
     struct dkv_ahead ahead = {.rows = rows, .row_bytes = dim * dkv_dtype_bytes(reader->dtype)};
     if (next < head->n) {
-        const size_t n = tile_keys(next, head->n);
+        const size_t n = tile_keys(next, head->n, most);
         if (dkv_reader_rows(reader, head->item->block->valid_from + next, n, rows))
             ahead.n_rows = n;
     }
     return ahead;
+}
+
+/* Logits of keys that have to be converted, a few at a time: their floats are gone from the first
+ * cache level before the next few need the room. Returns the largest element, if watched. */
+static float convert_and_multiply(const struct dkv_head *head, const struct dkv_tile *tile,
+                                  const void *const *src, size_t n, bool watch,
+                                  const struct dkv_ahead *ahead)
+{
+    const struct dkv_cpu_ops *ops = head->ops;
+    float largest = 0.0f;
+    for (size_t k = 0; k < n; k += CONVERT_KEYS) {
+        const size_t some = n - k < CONVERT_KEYS ? n - k : CONVERT_KEYS;
+        struct dkv_ahead share = *ahead;
+        share.rows += k < share.n_rows ? k : share.n_rows;
+        share.n_rows = k >= ahead->n_rows ? 0 : ahead->n_rows - k < some ? ahead->n_rows - k : some;
+        float top = 0.0f;
+        ops->load(tile->rows, head->dim, src + k, some, head->dim, head->keys.dtype, 1.0f,
+                  head->key_shift, watch ? &top : NULL);
+        ops->dot(tile->logits + k * head->n_rows, head->queries, head->n_rows, tile->rows,
+                 head->dim, some, head->dim, &share);
+        if (top > largest || isnan(top)) /* NaN is largest */
+            largest = top;
+    }
+    return largest;
 }
 
 /* Loads a tile: logits into tile->logits, values into tile->rows. With top_out the tensors are
@@ -142,16 +170,12 @@ static unsigned open_tile(struct dkv_head *head, const struct dkv_tile *tile, ui
     float *watch = top_out != NULL ? &key_top : NULL;
     if (!dkv_reader_rows(&head->keys, head->item->block->valid_from + first, n, src))
         return DKV_FAULT_TABLE;
-    const struct dkv_ahead ahead = look_ahead(head, &head->keys, head->dim, first + n, next);
-    if (head->native_bf16) {
+    const struct dkv_ahead ahead = look_ahead(head, &head->keys, head->dim, first + n, n, next);
+    if (head->native_bf16)
         ops->dot_bf16(tile->logits, head->query_pairs, head->n_rows, src, n, head->dim,
                       head->query_factor, watch, &ahead);
-    } else {
-        ops->load(tile->rows, head->dim, src, n, head->dim, head->keys.dtype, 1.0f, head->key_shift,
-                  watch);
-        ops->dot(tile->logits, head->queries, head->n_rows, tile->rows, head->dim, n, head->dim,
-                 &ahead);
-    }
+    else
+        key_top = convert_and_multiply(head, tile, src, n, top_out != NULL, &ahead);
     unsigned faults = dkv_head_load_values(head, tile->rows, first, n, factor, shift, top_out);
     if (faults == DKV_FAULT_NONE && top_out != NULL) {
         faults = judge(key_top, *top_out, head);
@@ -230,7 +254,7 @@ void dkv_head_pass_a(struct dkv_head *head, uint32_t split, const struct dkv_til
     uint64_t first, end;
     split_range(head, split, &first, &end);
     for (; first < end; first += DKV_TILE_KEYS) {
-        const size_t n = tile_keys(first, end);
+        const size_t n = tile_keys(first, end, DKV_TILE_KEYS);
         float top;
         state->faults = open_tile(head, tile, first, n, 1.0f, head->value_shift, &top);
         if (state->faults != DKV_FAULT_NONE)
@@ -239,7 +263,7 @@ void dkv_head_pass_a(struct dkv_head *head, uint32_t split, const struct dkv_til
         ops->softmax(&rows, tile->logits, head->n_rows, n, (int32_t)first);
         for (uint32_t r = 0; r < head->n_rows; r++)
             state->sum[r] = state->sum[r] * (double)tile->keep[r] + (double)tile->sum[r];
-        const struct dkv_ahead ahead = look_ahead(head, &head->values, head->v_dim, first + n,
+        const struct dkv_ahead ahead = look_ahead(head, &head->values, head->v_dim, first + n, n,
                                                   next);
         ops->accumulate(state->panel, tile->keep, head->n_rows, tile->logits, tile->rows,
                         head->v_dim, n, head->v_dim, &ahead);
@@ -272,13 +296,13 @@ void dkv_head_pass_a2(struct dkv_head *head, uint32_t split, const struct dkv_ti
     uint64_t first, end;
     split_range(head, split, &first, &end);
     for (; first < end; first += DKV_TILE_KEYS) {
-        const size_t n = tile_keys(first, end);
+        const size_t n = tile_keys(first, end, DKV_TILE_KEYS);
         open_tile(head, tile, first, n, 1.0f, head->value_shift, NULL);
         hide_best(head, tile->logits, first, n);
         ops->weights(tile->logits, head->n_rows, n, head->ref, head->inv, head->round, tile->sum);
         for (uint32_t r = 0; r < head->n_rows; r++)
             state->sum[r] += (double)tile->sum[r];
-        const struct dkv_ahead ahead = look_ahead(head, &head->values, head->v_dim, first + n,
+        const struct dkv_ahead ahead = look_ahead(head, &head->values, head->v_dim, first + n, n,
                                                   next);
         ops->accumulate(state->panel, tile->keep, head->n_rows, tile->logits, tile->rows,
                         head->v_dim, n, head->v_dim, &ahead);
@@ -326,11 +350,11 @@ void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_til
     const void *next[DKV_TILE_KEYS];
     uint64_t first, end;
     split_range(head, split, &first, &end);
-    for (; first < end; first += DKV_TILE_KEYS) {
-        const size_t n = tile_keys(first, end);
+    for (; first < end; first += TILE_B) {
+        const size_t n = tile_keys(first, end, TILE_B);
         open_tile(head, tile, first, n, head->value_factor, head->scaled_shift, NULL);
         hide_best(head, tile->logits, first, n);
-        const struct dkv_ahead ahead = look_ahead(head, &head->values, head->v_dim, first + n,
+        const struct dkv_ahead ahead = look_ahead(head, &head->values, head->v_dim, first + n, n,
                                                   next);
         ops->dot(tile->terms, head->outputs, head->n_rows, tile->rows, head->v_dim, n, head->v_dim,
                  &ahead);

@@ -3,22 +3,21 @@
 DKV_BLOCK float load_as(float *dst, size_t ld, const void *const *src, size_t n_keys, size_t dim,
                         enum dkv_dtype dtype, float factor, const float *shift, bool watch)
 {
-    const size_t size = dkv_dtype_bytes(dtype);
+    const size_t size = dkv_dtype_bytes(dtype), whole = dim - dim % LANES;
     const vf scale = v_set1(factor), zero = v_set1(0.0f);
     vf top = zero;
     for (size_t k = 0; k < n_keys; k++) {
         const uint8_t *row = src[k];
         float *out = dst + k * ld;
-        size_t d = 0;
-        for (; d + LANES <= dim; d += LANES) {
+        for (size_t d = 0; d < whole; d += LANES) {
             const vf x = v_from(row + d * size, dtype);
             if (watch)
                 top = v_max_bits(top, v_abs(x));
             v_store(out + d, v_fma(x, scale, shift != NULL ? v_load(shift + d) : zero));
         }
-        if (d < dim)
-            top = v_max_bits(top, load_rest(out, row, d, dim, dtype, scale, shift));
     }
+    for (size_t k = 0; k < n_keys && whole < dim; k++)
+        top = v_max_bits(top, load_rest(dst + k * ld, src[k], whole, dim, dtype, scale, shift));
     return v_top(top);
 }
 

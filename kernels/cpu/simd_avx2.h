@@ -12,6 +12,8 @@
 
 #define LANES    8
 #define DOT_KEYS 6
+#define ACC_DIMS 6
+#define ACC_REST 4
 
 typedef __m256 vf;
 typedef __m256 vm;

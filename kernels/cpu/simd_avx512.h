@@ -11,6 +11,8 @@
 
 #define LANES    16
 #define DOT_KEYS 12
+#define ACC_DIMS 12
+#define ACC_REST 8
 
 typedef __m512 vf;
 typedef __mmask16 vm;

@@ -17,6 +17,8 @@
 
 #define LANES    4
 #define DOT_KEYS 4 /* keys in one block of dot products: 2 * DOT_KEYS accumulators */
+#define ACC_DIMS 4
+#define ACC_REST 4
 
 typedef float vf __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(16)));
