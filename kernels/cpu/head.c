@@ -240,11 +240,38 @@ static bool pack_query_pairs(struct dkv_head *head)
     return true;
 }
 
-unsigned dkv_head_begin(struct dkv_head *head)
+/* What dot products are multiplied by on the way to logits. */
+static double logit_factor(const struct dkv_head *head)
 {
     const double cap = head->item->params->logit_softcap;
     const double unit = cap > 0 ? 1.0 / cap : LOG2E; /* softcap multiplies by cap * log2(e) later */
-    const double factor = head->item->plan->scale * unit * (double)head->keys.scale;
+    return head->item->plan->scale * unit * (double)head->keys.scale;
+}
+
+bool dkv_head_logit(const struct dkv_head *head, uint32_t row, uint64_t token, double *logit_out)
+{
+    const enum dkv_dtype q_dtype = head->item->block->query.dtype;
+    const size_t q_size = dkv_dtype_bytes(q_dtype), k_size = dkv_dtype_bytes(head->keys.dtype);
+    const double cap = head->item->params->logit_softcap;
+    const uint8_t *query = query_row(head, row);
+    const void *key;
+    if (!dkv_reader_rows(&head->keys, head->item->block->valid_from + token, 1, &key))
+        return false;
+    double sum = 0.0;
+    for (uint32_t d = 0; d < head->dim; d++) {
+        const float q = dkv_element_to_f32(query + d * q_size, q_dtype);
+        const float k = dkv_element_to_f32((const uint8_t *)key + d * k_size, head->keys.dtype);
+        sum += (double)q * ((double)k + (double)head->key_shift[d]);
+    }
+    sum *= logit_factor(head) * query_scale(head, row);
+    *logit_out = cap > 0 ? cap * LOG2E * tanh(sum) : sum;
+    return true;
+}
+
+unsigned dkv_head_begin(struct dkv_head *head)
+{
+    const double cap = head->item->params->logit_softcap;
+    const double factor = logit_factor(head);
 
     if (!choose_centre(head, &head->values, head->v_dim, head->value_shift))
         return DKV_FAULT_TABLE;

@@ -117,6 +117,11 @@ void dkv_head_finish(const struct dkv_head *head);
 enum dkv_status dkv_head_explain(const struct dkv_head *head, unsigned faults,
                                  struct dkv_error *err);
 
+/* One logit in double precision, in the units and the frame of the tiles'. False: a bad table
+ * entry.
+ */
+bool dkv_head_logit(const struct dkv_head *head, uint32_t row, uint64_t token, double *logit_out);
+
 /* Shared by the files of this object: loads the values of `n` tokens from `first`. top_out as for
  * dkv_load_fn. */
 unsigned dkv_head_load_values(const struct dkv_head *head, float *rows, uint64_t first, size_t n,

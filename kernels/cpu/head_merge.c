@@ -95,7 +95,8 @@ static double sink_logit(const struct dkv_head *head, uint32_t r)
 }
 
 static struct row_softmax finish_softmax(const struct dkv_head *head,
-                                         const struct dkv_split_state *state, uint32_t r)
+                                         const struct dkv_split_state *state, uint32_t r,
+                                         double best)
 {
     struct row_softmax s = {.others = state->sum[r], .ref = (double)state->ref[r]};
     if (head->item->block->sink_logits != NULL) {
@@ -105,7 +106,7 @@ static struct row_softmax finish_softmax(const struct dkv_head *head,
         s.others = s.others * exp2(s.ref - ref) + s.sink;
         s.ref = ref;
     }
-    const double ratio = s.others * exp2(s.ref - (double)state->best[r]); /* O / e */
+    const double ratio = s.others * exp2(s.ref - best); /* O / e */
     s.best_p = 1.0 / (1.0 + ratio);
     s.best_left = isinf(ratio) ? 1.0 : ratio / (1.0 + ratio);
     return s;
@@ -134,10 +135,10 @@ static void store_output(struct dkv_head *head, uint32_t r, uint32_t d, double a
 
 /* One row with at least two visible keys. Returns its best key's term, with values scaled. */
 static double finish_row(struct dkv_head *head, const struct dkv_split_state *state, uint32_t r,
-                         const float *best_value)
+                         double best, const float *best_value)
 {
     const double eps = head->item->params->eps;
-    const struct row_softmax s = finish_softmax(head, state, r);
+    const struct row_softmax s = finish_softmax(head, state, r, best);
     const double rescale = exp2((double)state->ref[r] - s.ref);
     double distance = 0.0;
     head->out_norm[r] = 0.0f;
@@ -205,7 +206,11 @@ static unsigned finish_rows(struct dkv_head *head, const struct dkv_split_state 
                                                      head->value_shift, NULL);
         if (faults != DKV_FAULT_NONE)
             return faults;
-        head->best_exact[r] = finish_row(head, state, r, tile->row);
+        /* Once more, exactly: an error in this logit is one in 1 - p* and so in all other p. */
+        double best;
+        if (!dkv_head_logit(head, r, (uint64_t)key, &best))
+            return DKV_FAULT_TABLE;
+        head->best_exact[r] = finish_row(head, state, r, best, tile->row);
     }
     choose_gain(head);
     return DKV_FAULT_NONE;
