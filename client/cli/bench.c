@@ -1,20 +1,7 @@
-/* dropkv-client bench: drives an endpoint with synthetic blocks and times it.
- *
- * Closed loop: each of --streams always has one request in flight, and a request's latency is what
- * its caller saw. Open loop (--rate): requests are due at fixed times whatever the endpoint does,
- * and latency counts from the time a request was due, so an endpoint that stalls is charged for
- * everybody who had to wait (no coordinated omission). Requests that were due and could not even be
- * sent before the end are counted with the time they had waited by then.
- *
- * With the embedded engine a closed loop times the engine alone, from the start of its batch to the
- * checked answer.
- */
+/* dropkv-client bench: drives an endpoint with synthetic blocks and times it (bench_load.c). */
+#include "client/cli/bench.h"
 #include "client/cli/commands.h"
-#include "client/cli/options.h"
-#include "client/cli/synth.h"
 #include "client/cli/terminal.h"
-#include "client/tensor_file.h"
-#include "client/transport.h"
 
 #include <inttypes.h>
 #include <jansson.h>
@@ -22,74 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sysexits.h>
-#include <time.h>
-
-/* Memory for tensors; streams share blocks where one each would take more. */
-#define BLOCK_SETS_MAX  4u
-#define BLOCK_BYTES_MAX (UINT64_C(1) << 30)
 
 #define STREAMS_MAX       4096
 #define OPEN_LOOP_STREAMS 256
-#define SEED              20261129u
-
-struct options {
-    char *endpoint;
-    char *format;
-    char *dtype_name;
-    struct dkv_param_options params;
-    enum dkv_dtype dtype;
-    int64_t batch;
-    int64_t q_heads;
-    int64_t kv_heads;
-    int64_t head_dim;
-    int64_t v_dim;
-    int64_t tokens;
-    int64_t q_rows;
-    int64_t streams; /* 0: not given */
-    double rate;     /* blocks a second; 0: closed loop */
-    double duration_s;
-    double warmup_s;
-};
-
-struct samples {
-    uint64_t *ns;
-    size_t n;
-    size_t cap;
-};
-
-struct block_set {
-    void *query;
-    void *key;
-    void *value;
-};
-
-/* One request in flight. */
-struct stream {
-    int64_t due_ns; /* when it was meant to be sent */
-    unsigned set;
-    bool busy;
-};
-
-struct bench {
-    struct options o;
-    struct dropkv_client *client;
-    const char *endpoint;
-    bool embedded;
-    struct block_set sets[BLOCK_SETS_MAX];
-    unsigned n_sets;
-    struct stream *streams;
-    unsigned n_streams;
-    unsigned n_busy;
-    bool measuring;
-    struct samples samples;
-    uint64_t n_errors;
-    uint64_t n_unsent;
-    uint64_t n_degraded;
-    char first_error[256];
-    int error_code;
-    char backend[64];
-    int64_t spent_ns; /* the measured time */
-};
 
 /* ---- the command line ---- */
 
@@ -107,7 +29,7 @@ enum {
     OPT_WARMUP,
 };
 
-static bool take_number(struct options *o, int val, const char *text)
+static bool take_number(struct dkv_bench_options *o, int val, const char *text)
 {
     switch (val) {
     case OPT_BATCH: return dkv_option_int("batch", text, 1, DKV_BLOCKS_MAX, &o->batch);
@@ -125,7 +47,7 @@ static bool take_number(struct options *o, int val, const char *text)
     }
 }
 
-static int take_option(struct options *o, poptContext context, int val)
+static int take_option(struct dkv_bench_options *o, poptContext context, int val)
 {
     char *text = poptGetOptArg(context);
     if (val >= DKV_OPTION_PARAM)
@@ -135,19 +57,7 @@ static int take_option(struct options *o, poptContext context, int val)
     return taken ? EX_OK : EX_USAGE;
 }
 
-/* As many query rows as the window looks at, unless told otherwise. */
-static int64_t default_q_rows(const struct options *o)
-{
-    struct dkv_params params;
-    dkv_params_init(&params);
-    for (size_t i = 0; i < o->params.n_params; i++)
-        (void)dkv_params_set_text(&params, o->params.params[i].name, o->params.params[i].text,
-                                  NULL);
-    dkv_params_resolve(&params);
-    return params.window > 0 ? params.window : 1;
-}
-
-static int check_options(struct options *o)
+static int check_options(struct dkv_bench_options *o)
 {
     o->dtype = dkv_dtype_parse(o->dtype_name != NULL ? o->dtype_name : "bf16");
     if (o->dtype == DKV_DTYPE_NONE) {
@@ -162,11 +72,11 @@ static int check_options(struct options *o)
     if (o->v_dim == 0)
         o->v_dim = o->head_dim;
     if (o->q_rows == 0)
-        o->q_rows = default_q_rows(o);
+        o->q_rows = dkv_bench_window(o);
     return EX_OK;
 }
 
-static int read_command_line(struct options *o, poptContext context)
+static int read_command_line(struct dkv_bench_options *o, poptContext context)
 {
     int val;
     int code = EX_OK;
@@ -182,272 +92,6 @@ static int read_command_line(struct options *o, poptContext context)
     return code == EX_OK ? check_options(o) : code;
 }
 
-/* ---- blocks ---- */
-
-/* Queries are never fp8. */
-static enum dkv_dtype query_dtype(const struct options *o)
-{
-    return dkv_dtype_bytes(o->dtype) == 1 ? DKV_BF16 : o->dtype;
-}
-
-static uint64_t query_elements(const struct options *o)
-{
-    return (uint64_t)(o->batch * o->q_heads * o->q_rows * o->head_dim);
-}
-
-static uint64_t key_elements(const struct options *o)
-{
-    return (uint64_t)(o->batch * o->kv_heads * o->tokens * o->head_dim);
-}
-
-static uint64_t value_elements(const struct options *o)
-{
-    return (uint64_t)(o->batch * o->kv_heads * o->tokens * o->v_dim);
-}
-
-static uint64_t request_bytes(const struct options *o)
-{
-    return query_elements(o) * dkv_dtype_bytes(query_dtype(o)) +
-           (key_elements(o) + value_elements(o)) * dkv_dtype_bytes(o->dtype);
-}
-
-/* What one request costs the engine: two passes over keys and values for every query row used. */
-static double multiply_adds(const struct options *o)
-{
-    const int64_t window = default_q_rows(o);
-    const int64_t rows = window < o->q_rows ? window : o->q_rows;
-    return (double)(o->batch * o->q_heads * (rows < o->tokens ? rows : o->tokens)) *
-           (double)o->tokens * 2.0 * (double)(o->head_dim + o->v_dim);
-}
-
-static void *random_tensor(struct dkv_random *random, enum dkv_dtype dtype, uint64_t elements)
-{
-    void *tensor = malloc(elements * dkv_dtype_bytes(dtype));
-    if (tensor != NULL)
-        dkv_random_normal(random, dtype, tensor, elements);
-    return tensor;
-}
-
-static int make_blocks(struct bench *b)
-{
-    struct dkv_random random;
-    const uint64_t bytes = request_bytes(&b->o);
-    uint64_t n_sets = BLOCK_BYTES_MAX / (bytes == 0 ? 1 : bytes);
-    n_sets = n_sets < 1 ? 1 : n_sets > BLOCK_SETS_MAX ? BLOCK_SETS_MAX : n_sets;
-    b->n_sets = b->n_streams < n_sets ? b->n_streams : (unsigned)n_sets;
-    dkv_random_init(&random, SEED);
-    for (unsigned i = 0; i < b->n_sets; i++) {
-        struct block_set *set = &b->sets[i];
-        set->query = random_tensor(&random, query_dtype(&b->o), query_elements(&b->o));
-        set->key = random_tensor(&random, b->o.dtype, key_elements(&b->o));
-        set->value = random_tensor(&random, b->o.dtype, value_elements(&b->o));
-        if (set->query == NULL || set->key == NULL || set->value == NULL) {
-            dkv_complain("no memory for %" PRIu64 " bytes of tensors", bytes);
-            return EX_OSERR;
-        }
-    }
-    return EX_OK;
-}
-
-/* ---- sending and receiving ---- */
-
-static struct dropkv_request make_request(struct bench *b, struct stream *stream)
-{
-    const struct options *o = &b->o;
-    const struct block_set *set = &b->sets[stream->set];
-    struct dropkv_request request = DROPKV_REQUEST_INIT;
-    request.batch = (uint32_t)o->batch;
-    request.q_heads = (uint32_t)o->q_heads;
-    request.kv_heads = (uint32_t)o->kv_heads;
-    request.head_dim = (uint32_t)o->head_dim;
-    request.v_dim = (uint32_t)o->v_dim;
-    request.q_rows = (uint64_t)o->q_rows;
-    request.n_tokens = (uint64_t)o->tokens;
-    request.query.data = set->query;
-    request.query.dtype = (enum dropkv_dtype)query_dtype(o);
-    request.key.data = set->key;
-    request.key.dtype = (enum dropkv_dtype)o->dtype;
-    request.value.data = set->value;
-    request.value.dtype = (enum dropkv_dtype)o->dtype;
-    request.params = o->params.params;
-    request.n_params = o->params.n_params;
-    request.user = stream;
-    return request;
-}
-
-static int send_block(struct bench *b, struct stream *stream, int64_t due_ns)
-{
-    struct dkv_error error;
-    const struct dropkv_request request = make_request(b, stream);
-    stream->due_ns = due_ns;
-    if (dropkv_submit(b->client, &request, NULL, (struct dropkv_error *)&error) != DROPKV_OK)
-        return dkv_fail(b->endpoint, &error);
-    stream->busy = true;
-    b->n_busy++;
-    return EX_OK;
-}
-
-static int add_sample(struct bench *b, uint64_t ns)
-{
-    struct samples *s = &b->samples;
-    if (s->n == s->cap) {
-        const size_t cap = s->cap == 0 ? 4096 : 2 * s->cap;
-        uint64_t *bigger = reallocarray(s->ns, cap, sizeof(s->ns[0]));
-        if (bigger == NULL)
-            return EX_OSERR;
-        s->ns = bigger;
-        s->cap = cap;
-    }
-    s->ns[s->n++] = ns;
-    return EX_OK;
-}
-
-static void note_error(struct bench *b, const struct dropkv_result *result)
-{
-    if (b->n_errors++ > 0)
-        return;
-    snprintf(b->first_error, sizeof(b->first_error), "%s", result->error_text);
-    b->error_code = (int)dkv_status_info((enum dkv_status)result->status)->exit_code;
-}
-
-static int take_answer(struct bench *b, struct dropkv_result *result)
-{
-    struct stream *stream = result->user;
-    int code = EX_OK;
-    stream->busy = false;
-    b->n_busy--;
-    if (b->measuring && result->status != DROPKV_OK) {
-        note_error(b, result);
-    } else if (b->measuring) {
-        const bool engine_time = b->embedded && b->o.rate == 0;
-        const int64_t now_ns = dkv_now_ns();
-        code = add_sample(b,
-                          engine_time ? result->compute_ns : (uint64_t)(now_ns - stream->due_ns));
-        b->n_degraded += result->degraded != 0;
-        snprintf(b->backend, sizeof(b->backend), "%s", result->backend);
-    }
-    /* A server that refuses every request must not be asked a million times a second. */
-    if (!b->measuring && result->status != DROPKV_OK && !dropkv_status_retryable(result->status)) {
-        dkv_complain("%s: %s", b->endpoint, result->error_text);
-        code = (int)dkv_status_info((enum dkv_status)result->status)->exit_code;
-    }
-    dropkv_result_free(result);
-    return code;
-}
-
-static int collect(struct bench *b, int64_t wait_us)
-{
-    struct dkv_error error;
-    struct dropkv_result *result;
-    int code = EX_OK;
-    if (dropkv_dispatch(b->client, wait_us, (struct dropkv_error *)&error) != DROPKV_OK)
-        return dkv_fail(b->endpoint, &error);
-    while (code == EX_OK && (result = dropkv_next_result(b->client)) != NULL)
-        code = take_answer(b, result);
-    return code;
-}
-
-static int drain(struct bench *b)
-{
-    int code = EX_OK;
-    while (code == EX_OK && b->n_busy > 0)
-        code = collect(b, -1);
-    return code;
-}
-
-static struct stream *idle_stream(struct bench *b)
-{
-    if (b->n_busy == b->n_streams)
-        return NULL;
-    for (unsigned i = 0;; i++)
-        if (!b->streams[i].busy)
-            return &b->streams[i];
-}
-
-/* ---- the two loops ---- */
-
-/* At least one request is sent by every stream, however short the time. */
-static int closed_loop(struct bench *b, double seconds)
-{
-    const int64_t start_ns = dkv_now_ns();
-    const int64_t end_ns = start_ns + (int64_t)(seconds * 1e9);
-    uint64_t n_sent = 0;
-    int code = EX_OK;
-    while (code == EX_OK && (n_sent < b->n_streams || dkv_now_ns() < end_ns)) {
-        struct stream *stream;
-        while (code == EX_OK && (stream = idle_stream(b)) != NULL) {
-            code = send_block(b, stream, dkv_now_ns());
-            n_sent++;
-        }
-        if (code == EX_OK)
-            code = collect(b, -1);
-    }
-    if (code == EX_OK)
-        code = drain(b);
-    b->spent_ns = dkv_now_ns() - start_ns;
-    return code;
-}
-
-static int64_t due_time(const struct bench *b, int64_t start_ns, uint64_t i)
-{
-    return start_ns + (int64_t)((double)i * 1e9 / b->o.rate);
-}
-
-/* What was due before the end and never left. */
-static int count_unsent(struct bench *b, int64_t start_ns, uint64_t n_sent, int64_t end_ns)
-{
-    int code = EX_OK;
-    const int64_t now_ns = dkv_now_ns();
-    for (uint64_t i = n_sent; code == EX_OK && due_time(b, start_ns, i) < end_ns; i++) {
-        b->n_unsent++;
-        code = add_sample(b, (uint64_t)(now_ns - due_time(b, start_ns, i)));
-    }
-    return code;
-}
-
-static int open_loop(struct bench *b, double seconds)
-{
-    const int64_t start_ns = dkv_now_ns();
-    const int64_t end_ns = start_ns + (int64_t)(seconds * 1e9);
-    uint64_t n_sent = 0;
-    int code = EX_OK;
-    int64_t now_ns;
-    while (code == EX_OK && (now_ns = dkv_now_ns()) < end_ns) {
-        struct stream *stream;
-        while (code == EX_OK && due_time(b, start_ns, n_sent) <= now_ns &&
-               (stream = idle_stream(b)) != NULL) {
-            code = send_block(b, stream, due_time(b, start_ns, n_sent));
-            n_sent++;
-        }
-        const int64_t due_ns = due_time(b, start_ns, n_sent);
-        const int64_t until_ns = due_ns < end_ns ? due_ns : end_ns;
-        int64_t wait_us = b->n_busy == b->n_streams ? -1 : (until_ns - dkv_now_ns()) / 1000;
-        if (code == EX_OK && b->n_busy == 0) { /* dispatch does not wait when nothing is out */
-            const int64_t ns = until_ns - dkv_now_ns();
-            const struct timespec pause = {ns / 1000000000, ns % 1000000000};
-            if (ns > 0)
-                nanosleep(&pause, NULL);
-        } else if (code == EX_OK) {
-            code = collect(b, wait_us < 0 && b->n_busy < b->n_streams ? 0 : wait_us);
-        }
-    }
-    if (code == EX_OK && b->measuring)
-        code = count_unsent(b, start_ns, n_sent, end_ns);
-    if (code == EX_OK)
-        code = drain(b);
-    b->spent_ns = dkv_now_ns() - start_ns;
-    return code;
-}
-
-static int run_load(struct bench *b)
-{
-    int code = closed_loop(b, b->o.warmup_s); /* connections, page faults, clocks */
-    if (code != EX_OK)
-        return code;
-    b->measuring = true;
-    return b->o.rate > 0 ? open_loop(b, b->o.duration_s) : closed_loop(b, b->o.duration_s);
-}
-
 /* ---- reporting ---- */
 
 static int by_value(const void *a, const void *b)
@@ -458,7 +102,7 @@ static int by_value(const void *a, const void *b)
 }
 
 /* Nearest rank, in microseconds. Samples are sorted. */
-static double percentile(const struct samples *s, double p)
+static double percentile(const struct dkv_samples *s, double p)
 {
     if (s->n == 0)
         return 0;
@@ -474,9 +118,9 @@ struct figures {
     double multiply_adds_per_s; /* embedded only */
 };
 
-static struct figures work_out(struct bench *b)
+static struct figures work_out(struct dkv_bench *b)
 {
-    struct samples *s = &b->samples;
+    struct dkv_samples *s = &b->samples;
     struct figures f = {0};
     double sum_ns = 0;
     if (s->n > 0)
@@ -491,14 +135,14 @@ static struct figures work_out(struct bench *b)
     const double requests_per_s = (double)(s->n - b->n_unsent) / ((double)b->spent_ns / 1e9);
     f.blocks_per_s = requests_per_s * (double)b->o.batch;
     f.tokens_per_s = f.blocks_per_s * (double)b->o.tokens;
-    f.bytes_per_s = requests_per_s * (double)request_bytes(&b->o);
-    f.multiply_adds_per_s = b->embedded ? requests_per_s * multiply_adds(&b->o) : 0;
+    f.bytes_per_s = requests_per_s * (double)dkv_bench_request_bytes(&b->o);
+    f.multiply_adds_per_s = b->embedded ? requests_per_s * dkv_bench_multiply_adds(&b->o) : 0;
     return f;
 }
 
-static int print_json(const struct bench *b, const struct figures *f)
+static int print_json(const struct dkv_bench *b, const struct figures *f)
 {
-    const struct options *o = &b->o;
+    const struct dkv_bench_options *o = &b->o;
     json_t *json = json_pack(
         "{s:s, s:s, s:{s:I, s:I, s:I, s:I, s:I, s:I, s:I, s:s, s:I}, s:I, s:f, s:f,"
         " s:{s:f, s:f, s:f, s:f, s:f}, s:f, s:f, s:f, s:I, s:I, s:I, s:I}",
@@ -506,10 +150,10 @@ static int print_json(const struct bench *b, const struct figures *f)
         "q_heads", (json_int_t)o->q_heads, "kv_heads", (json_int_t)o->kv_heads, "head_dim",
         (json_int_t)o->head_dim, "v_dim", (json_int_t)o->v_dim, "tokens", (json_int_t)o->tokens,
         "q_rows", (json_int_t)o->q_rows, "dtype", dkv_dtype_name(o->dtype), "bytes",
-        (json_int_t)request_bytes(o), "streams", (json_int_t)b->n_streams, "rate", o->rate,
-        "duration_s", (double)b->spent_ns / 1e9, "latency_us", "p50", f->p50, "p90", f->p90, "p99",
-        f->p99, "max", f->max, "mean", f->mean, "blocks_per_s", f->blocks_per_s, "tokens_per_s",
-        f->tokens_per_s, "bytes_per_s", f->bytes_per_s, "requests",
+        (json_int_t)dkv_bench_request_bytes(o), "streams", (json_int_t)b->n_streams, "rate",
+        o->rate, "duration_s", (double)b->spent_ns / 1e9, "latency_us", "p50", f->p50, "p90",
+        f->p90, "p99", f->p99, "max", f->max, "mean", f->mean, "blocks_per_s", f->blocks_per_s,
+        "tokens_per_s", f->tokens_per_s, "bytes_per_s", f->bytes_per_s, "requests",
         (json_int_t)(b->samples.n - b->n_unsent), "errors", (json_int_t)b->n_errors, "unsent",
         (json_int_t)b->n_unsent, "degraded", (json_int_t)b->n_degraded);
     if (json != NULL && b->embedded)
@@ -520,13 +164,13 @@ static int print_json(const struct bench *b, const struct figures *f)
     return failed || puts("") == EOF ? EX_IOERR : EX_OK;
 }
 
-static int print_table(const struct bench *b, const struct figures *f)
+static int print_table(const struct dkv_bench *b, const struct figures *f)
 {
-    const struct options *o = &b->o;
+    const struct dkv_bench_options *o = &b->o;
     printf("block      %" PRId64 " x %" PRId64 "/%" PRId64 " heads, %s tokens, dim %" PRId64
            ", %s, %.1f MB\n",
            o->batch, o->q_heads, o->kv_heads, dkv_grouped((uint64_t)o->tokens), o->head_dim,
-           dkv_dtype_name(o->dtype), (double)request_bytes(o) / 1e6);
+           dkv_dtype_name(o->dtype), (double)dkv_bench_request_bytes(o) / 1e6);
     printf("endpoint   %s (%s)\n", b->endpoint, b->backend);
     if (o->rate > 0)
         printf("load       %g blocks/s asked for, latency from the time each was due\n", o->rate);
@@ -549,7 +193,7 @@ static int print_table(const struct bench *b, const struct figures *f)
     return fflush(stdout) == 0 ? EX_OK : EX_IOERR;
 }
 
-static int report(struct bench *b)
+static int report(struct dkv_bench *b)
 {
     const struct figures f = work_out(b);
     const bool json = b->o.format != NULL && strcmp(b->o.format, "json") == 0;
@@ -563,16 +207,13 @@ static int report(struct bench *b)
 
 /* ---- the command ---- */
 
-static int run(struct bench *b)
+static int run(struct dkv_bench *b)
 {
     struct dkv_error error;
     const int64_t streams = b->o.streams != 0 ? b->o.streams
                             : b->o.rate > 0   ? OPEN_LOOP_STREAMS
                                               : 1;
     b->n_streams = (unsigned)streams;
-    b->streams = calloc(b->n_streams, sizeof(b->streams[0]));
-    if (b->streams == NULL)
-        return EX_OSERR;
     const struct dropkv_client_options options = {
         .struct_size = sizeof(options),
         .max_in_flight = b->n_streams,
@@ -582,24 +223,14 @@ static int run(struct bench *b)
     if (dkv_open_endpoint(b->o.endpoint, &options, &b->client, &b->endpoint, &error) != DKV_OK)
         return dkv_fail(b->o.endpoint, &error);
     b->embedded = strncmp(b->endpoint, "embedded:", 9) == 0;
-    int code = make_blocks(b);
-    for (unsigned i = 0; code == EX_OK && i < b->n_streams; i++)
-        b->streams[i].set = i % b->n_sets;
-    if (code == EX_OK)
-        code = run_load(b);
+    const int code = dkv_bench_load(b);
     return code == EX_OK ? report(b) : code;
 }
 
-static void bench_fini(struct bench *b)
+static void bench_fini(struct dkv_bench *b)
 {
     dropkv_client_close(b->client);
-    for (unsigned i = 0; i < b->n_sets; i++) {
-        free(b->sets[i].query);
-        free(b->sets[i].key);
-        free(b->sets[i].value);
-    }
-    free(b->streams);
-    free(b->samples.ns);
+    dkv_bench_load_fini(b);
     dkv_param_options_fini(&b->o.params);
     free(b->o.endpoint);
     free(b->o.format);
@@ -608,7 +239,7 @@ static void bench_fini(struct bench *b)
 
 int dkv_cmd_bench(int argc, const char **argv)
 {
-    struct bench b = {
+    struct dkv_bench b = {
         .o = {.batch = 1,
               .q_heads = 32,
               .kv_heads = 8,
@@ -617,7 +248,7 @@ int dkv_cmd_bench(int argc, const char **argv)
               .duration_s = 5,
               .warmup_s = 0.5},
     };
-    struct options *o = &b.o;
+    struct dkv_bench_options *o = &b.o;
     // clang-format off
     struct poptOption block[] = {
         {"batch", 0, POPT_ARG_STRING, NULL, OPT_BATCH, "Sequences in one request (1)", "N"},
