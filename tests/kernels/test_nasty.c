@@ -523,26 +523,30 @@ static void sinks_down_to_1e_12_keep_their_score_and_rank(void **state)
         }
 }
 
-/* p_j^2 of a concentrated head underflows float32; the order must survive. */
-static void tiny_probabilities_still_rank(void **state)
+/* p_j^2 of a concentrated head underflows float32, and with it the reported score; the order must
+ * survive. Here it rises with the position, so that a tie at 0 would keep the wrong tokens. */
+static void probabilities_whose_squares_underflow_still_rank(void **state)
 {
     (void)state;
-    struct dkv_case c;
-    struct dkv_case_answer got;
-    make(&c, plain(DKV_FP32), 120);
-    dkv_case_param(&c, "pool", "none");
-    dkv_case_param(&c, "keep_tokens", "60");
-    for (uint64_t e = 0; e < 64; e++) {
-        for (uint64_t h = 0; h < 4; h++)
-            for (uint64_t t = 0; t < 8; t++)
-                dkv_case_set(&c, DKV_QUERY, h, t, e, 1);
-        for (uint64_t h = 0; h < 2; h++)
-            for (uint64_t t = 0; t < 130; t++) /* logits 0, -1/3, -2/3, ... down to -43 */
-                dkv_case_set(&c, DKV_KEY, h, t, e, t == 0 ? 1 : -(double)t / 24);
+    const enum dkv_dtype dtypes[] = {DKV_BF16, DKV_FP16, DKV_FP32};
+    for (int i = 0; i < 3; i++) {
+        struct dkv_case c;
+        struct dkv_case_answer got;
+        make(&c, plain(dtypes[i]), 120);
+        dkv_case_param(&c, "pool", "none");
+        dkv_case_param(&c, "keep_tokens", "60");
+        for (uint64_t e = 0; e < 64; e++) {
+            for (uint64_t h = 0; h < 4; h++)
+                for (uint64_t t = 0; t < 8; t++)
+                    dkv_case_set(&c, DKV_QUERY, h, t, e, 1);
+            for (uint64_t h = 0; h < 2; h++)
+                for (uint64_t t = 0; t < 130; t++) /* logits 0, then -60 up to -48 */
+                    dkv_case_set(&c, DKV_KEY, h, t, e, t == 0 ? 0 : -7.5 + (double)t / 86);
+        }
+        check(&c, &got);
+        dkv_case_answer_fini(&got);
+        dkv_case_fini(&c);
     }
-    check(&c, &got);
-    dkv_case_answer_fini(&got);
-    dkv_case_fini(&c);
 }
 
 /* ---- page tables ---- */
@@ -623,7 +627,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(norms_beyond_float16_are_right),
         cmocka_unit_test(values_above_1e18_are_out_of_range_not_nan),
         cmocka_unit_test(sinks_down_to_1e_12_keep_their_score_and_rank),
-        cmocka_unit_test(tiny_probabilities_still_rank),
+        cmocka_unit_test(probabilities_whose_squares_underflow_still_rank),
         cmocka_unit_test(a_table_entry_out_of_range_is_refused_naming_it),
         cmocka_unit_test(a_null_entry_inside_the_valid_range_is_refused),
     };

@@ -108,8 +108,6 @@ int dkv_compare_keep(const double *raw, const double *pooled, const uint8_t *tok
     if (!well_formed(first, n, got, k, why, why_bytes))
         return -1;
     const int32_t cut = worst_of(raw, pooled, token_class, want, k);
-    const double pooled_measure = measure(pooled[cut], largest(pooled + first, n - first));
-    const double raw_measure = measure(raw[cut], largest(raw + first, n - first));
     bool equal = true, one_plateau = true, near_in_raw = true;
     int32_t stray = 0;
     for (int32_t t = (int32_t)first; t < (int64_t)n; t++) {
@@ -117,7 +115,7 @@ int dkv_compare_keep(const double *raw, const double *pooled, const uint8_t *tok
             continue;
         equal = false;
         if (token_class[t] != token_class[cut] ||
-            fabs(pooled[t] - pooled[cut]) > tolerance * pooled_measure) {
+            fabs(pooled[t] - pooled[cut]) > tolerance * pooled[cut]) {
             snprintf(why, why_bytes,
                      "token %d (class %d, pooled %.9g, raw %.9g) is on the wrong side of the cut "
                      "at token %d (class %d, pooled %.9g, raw %.9g)",
@@ -126,7 +124,7 @@ int dkv_compare_keep(const double *raw, const double *pooled, const uint8_t *tok
             return -1;
         }
         one_plateau = one_plateau && pooled[t] == pooled[cut];
-        if (fabs(raw[t] - raw[cut]) > tolerance * raw_measure || raw[t] == 0) {
+        if (fabs(raw[t] - raw[cut]) > tolerance * raw[cut] || raw[t] == 0) {
             near_in_raw = false;
             stray = t;
         }
