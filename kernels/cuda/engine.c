@@ -275,6 +275,9 @@ static void cuda_close(struct dkv_engine *opaque)
         if (engine->chunks[i].copied != NULL)
             (void)cudaEventDestroy(engine->chunks[i].copied);
     }
+    for (unsigned i = 0; i < DKV_CU_MARKS; i++)
+        if (engine->marks[i] != NULL)
+            (void)cudaEventDestroy(engine->marks[i]);
     (void)cudaFree(engine->scratch.base);
     (void)cudaFree(engine->shared);
     if (engine->owns_stream && engine->stream != NULL)
@@ -414,6 +417,34 @@ static enum dkv_status cuda_wait(struct dkv_engine *opaque, struct dkv_error *er
     if (err != NULL)
         err->status = DKV_E_DEVICE;
     return DKV_E_DEVICE;
+}
+
+/* ---- for benchmarks ---- */
+
+__attribute__((visibility("default"))) enum dkv_status dkv_cuda_time_stages(
+    struct dkv_engine *opaque, struct dkv_error *err)
+{
+    struct dkv_cu_engine *engine = (struct dkv_cu_engine *)opaque;
+    enum dkv_status status = DKV_OK;
+    for (unsigned i = 0; i < DKV_CU_MARKS && status == DKV_OK && engine->marks[i] == NULL; i++)
+        status = dkv_cu_check(engine, cudaEventCreate(&engine->marks[i]), "creating an event", err);
+    engine->timed = status == DKV_OK;
+    return status;
+}
+
+__attribute__((visibility("default"))) enum dkv_status dkv_cuda_stage_times(
+    struct dkv_engine *opaque, float us_out[4], struct dkv_error *err)
+{
+    struct dkv_cu_engine *engine = (struct dkv_cu_engine *)opaque;
+    enum dkv_status status = DKV_OK;
+    for (unsigned i = 0; i + 1 < DKV_CU_MARKS && status == DKV_OK; i++) {
+        float ms = 0;
+        status = dkv_cu_check(engine,
+                              cudaEventElapsedTime(&ms, engine->marks[i], engine->marks[i + 1]),
+                              "reading a time", err);
+        us_out[i] = ms * 1000;
+    }
+    return status;
 }
 
 __attribute__((visibility("default"))) extern const struct dkv_engine_ops dkv_engine_cuda;

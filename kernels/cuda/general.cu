@@ -224,10 +224,10 @@ __device__ float load_tile(const dkv_cu_rows &rows, const unsigned char *const *
     return largest;
 }
 
-/* Logits of 32 rows x 64 keys: thread (y, x) has rows y, y+16 and keys x, x+16, x+32, x+48. Both
- * passes call this, so that they compute the same bits and no p exceeds 1. */
-__device__ void logits(const dkv_cu_block &block, const dkv_cu_unit &unit, const shared_tiles &s,
-                       const dkv_cu_unit *report_to, uint32_t first_key, float (&z)[2][4])
+/* Products of 32 rows x 64 keys: thread (y, x) has rows y, y+16 and keys x, x+16, x+32, x+48. Both
+ * passes call this, so that they see the same logits. */
+__device__ void products(const dkv_cu_block &block, const dkv_cu_unit &unit, const shared_tiles &s,
+                         const dkv_cu_unit *report_to, uint32_t first_key, float (&z)[2][4])
 {
     const int x = threadIdx.x % 16;
     const int y = threadIdx.x / 16;
@@ -235,6 +235,7 @@ __device__ void logits(const dkv_cu_block &block, const dkv_cu_unit &unit, const
         for (int k = 0; k < 4; k++)
             z[r][k] = 0;
     for (uint32_t dim = 0; dim < block.head_dim; dim += chunk_dims) {
+        float sum[2][4][2] = {}; /* even and odd dimensions of this chunk: short sums err less */
         __syncthreads();
         load_tile(block.k, s.key_rows, s, unit.k_scale, dim, block.head_dim, report_to, 1,
                   block.valid_from + first_key);
@@ -249,20 +250,31 @@ __device__ void logits(const dkv_cu_block &block, const dkv_cu_unit &unit, const
                 const float4 key = *reinterpret_cast<const float4 *>(
                     s.tile + (x + 16 * k) * tile_stride + d);
                 for (int r = 0; r < 2; r++) {
-                    z[r][k] = fmaf(q[r].x, key.x, z[r][k]);
-                    z[r][k] = fmaf(q[r].y, key.y, z[r][k]);
-                    z[r][k] = fmaf(q[r].z, key.z, z[r][k]);
-                    z[r][k] = fmaf(q[r].w, key.w, z[r][k]);
+                    sum[r][k][0] = fmaf(q[r].x, key.x, sum[r][k][0]);
+                    sum[r][k][1] = fmaf(q[r].y, key.y, sum[r][k][1]);
+                    sum[r][k][0] = fmaf(q[r].z, key.z, sum[r][k][0]);
+                    sum[r][k][1] = fmaf(q[r].w, key.w, sum[r][k][1]);
                 }
             }
         }
+        for (int r = 0; r < 2; r++)
+            for (int k = 0; k < 4; k++)
+                z[r][k] += sum[r][k][0] + sum[r][k][1];
     }
-    for (int r = 0; r < 2; r++)
-        for (int k = 0; k < 4; k++) {
-            z[r][k] *= block.scale;
-            if (block.softcap > 0)
-                z[r][k] = block.softcap * tanhf(z[r][k] / block.softcap);
-        }
+}
+
+/* A logit from a product of a query and a key. */
+__device__ float logit(const dkv_cu_block &block, float product)
+{
+    const float z = product * block.scale;
+    return block.softcap > 0 ? block.softcap * tanhf(z / block.softcap) : z;
+}
+
+/* logit - reference, rounded once. */
+__device__ float logit_above(const dkv_cu_block &block, float product, float reference)
+{
+    return block.softcap > 0 ? logit(block, product) - reference
+                             : fmaf(product, block.scale, -reference);
 }
 
 __device__ bool sees(const dkv_cu_block &block, uint32_t row, uint32_t key)
@@ -421,16 +433,17 @@ __global__ void __launch_bounds__(threads, 2) accumulate(work_list work, bool ro
         __syncthreads();
         find_rows(block, unit, s, first_key, range_end);
         float z[2][4];
-        logits(block, unit, s, report_to, first_key, z);
+        products(block, unit, s, report_to, first_key, z);
         for (int r = 0; r < 2; r++)
             for (int k = 0; k < 4; k++) {
                 const int row = threadIdx.x / 16 + 16 * r;
                 const int slot = threadIdx.x % 16 + 16 * k;
                 const bool visible = s.key_rows[slot] &&
                                      sees(block, first_row + row, first_key + slot);
-                if (visible && !dkv_cu_finite(z[r][k]) && first_row + row < l.rows)
+                const float logit_here = logit(block, z[r][k]);
+                if (visible && !dkv_cu_finite(logit_here) && first_row + row < l.rows)
                     atomicOr(&unit.report->flags, DKV_CU_OVERFLOW);
-                s.terms[row * tile_stride + slot] = visible ? z[r][k] : -INFINITY;
+                s.terms[row * tile_stride + slot] = visible ? logit_here : -INFINITY;
             }
         __syncthreads();
 
@@ -692,6 +705,7 @@ __device__ void distances(const dkv_cu_block &block, const dkv_cu_unit &unit, co
                     : 0.0f;
         }
         __syncthreads();
+        float sum[2][4][2] = {};
 #pragma unroll 4
         for (int d = 0; d < chunk_dims; d += 4) {
             float4 a[2];
@@ -701,13 +715,16 @@ __device__ void distances(const dkv_cu_block &block, const dkv_cu_unit &unit, co
                 const float4 v = *reinterpret_cast<const float4 *>(s.tile +
                                                                    (x + 16 * k) * tile_stride + d);
                 for (int r = 0; r < 2; r++) {
-                    d2[r][k] = fmaf(a[r].x - v.x, a[r].x - v.x, d2[r][k]);
-                    d2[r][k] = fmaf(a[r].y - v.y, a[r].y - v.y, d2[r][k]);
-                    d2[r][k] = fmaf(a[r].z - v.z, a[r].z - v.z, d2[r][k]);
-                    d2[r][k] = fmaf(a[r].w - v.w, a[r].w - v.w, d2[r][k]);
+                    sum[r][k][0] = fmaf(a[r].x - v.x, a[r].x - v.x, sum[r][k][0]);
+                    sum[r][k][1] = fmaf(a[r].y - v.y, a[r].y - v.y, sum[r][k][1]);
+                    sum[r][k][0] = fmaf(a[r].z - v.z, a[r].z - v.z, sum[r][k][0]);
+                    sum[r][k][1] = fmaf(a[r].w - v.w, a[r].w - v.w, sum[r][k][1]);
                 }
             }
         }
+        for (int r = 0; r < 2; r++)
+            for (int k = 0; k < 4; k++)
+                d2[r][k] += sum[r][k][0] + sum[r][k][1];
     }
 }
 
@@ -730,19 +747,23 @@ __global__ void __launch_bounds__(threads, 2) score(work_list work)
         load_query(block, unit, s, first_row, l.rows);
         float z[2][4];
         float d2[2][4];
-        logits(block, unit, s, nullptr, first_key, z);
+        products(block, unit, s, nullptr, first_key, z);
         distances(block, unit, l, s, first_row, d2);
         __syncthreads(); /* s.terms changes from outputs to terms */
+#pragma unroll
         for (int r = 0; r < 2; r++) {
             const int slot_row = threadIdx.x / 16 + 16 * r;
             const uint32_t row = first_row + slot_row;
             const row_result result = row < l.rows ? results[row] : row_result{0, 0, -1, 0};
+#pragma unroll
             for (int k = 0; k < 4; k++) {
                 const int slot = threadIdx.x % 16 + 16 * k;
                 const uint32_t key = first_key + slot;
                 float term = 0;
                 if (s.key_rows[slot] && result.p_top > 0 && sees(block, row, key)) {
-                    const float x = odds(block, expf(z[r][k] - result.top) * result.p_top) * factor;
+                    const float x = odds(block, expf(logit_above(block, z[r][k], result.top)) *
+                                                    result.p_top) *
+                                    factor;
                     term = static_cast<int>(key) == result.top_key ? result.top_term
                                                                    : x * x * d2[r][k];
                 }

@@ -31,6 +31,16 @@ extern "C" {
 #define DKV_CU_UNITS_MAX   16384u              /* of a slot, between two synchronises */
 #define DKV_CU_SCORERS_MAX 8u
 
+/* Moments of a wave that benchmarks ask for. */
+enum dkv_cu_mark {
+    DKV_CU_MARK_START,
+    DKV_CU_MARK_UPLOADED,
+    DKV_CU_MARK_SCORED,
+    DKV_CU_MARK_SELECTED,
+    DKV_CU_MARK_DOWNLOADED,
+    DKV_CU_MARKS,
+};
+
 /* A wave of host tensors is launched once it has this much, so that copies and kernels overlap. */
 #define DKV_CU_STAGE_WAVE ((size_t)32 << 20)
 
@@ -127,6 +137,8 @@ struct dkv_cu_engine {
     unsigned n_in_flight;
     size_t max_items;
     struct dkv_cu_builder *builder;
+    bool timed;
+    cudaEvent_t marks[DKV_CU_MARKS]; /* of the last wave, if timed */
 };
 
 /* The one wrapper of CUDA calls: DKV_OK, or the call's failure as a status with a sentence that
@@ -134,6 +146,12 @@ struct dkv_cu_engine {
  * DKV_E_NOMEM; anything else is our mistake, DKV_E_INTERNAL. */
 enum dkv_status dkv_cu_check(struct dkv_cu_engine *engine, cudaError_t error, const char *what,
                              struct dkv_error *err);
+
+/* For benchmarks, which find them with dlsym(): time the stages of every wave from now on; how long
+ * those of the last wave took, after its wait(): upload, scoring, selection, download. */
+enum dkv_status dkv_cuda_time_stages(struct dkv_engine *engine, struct dkv_error *err);
+enum dkv_status dkv_cuda_stage_times(struct dkv_engine *engine, float us_out[4],
+                                     struct dkv_error *err);
 
 /* wave.c: launches the slot's items, or those with only[i] != 0. Errors of an item are in the item;
  * only a failure of the whole batch is returned. */

@@ -570,8 +570,11 @@ extern "C" cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device)
 {
     cudaError_t error = cudaFuncSetAttribute(
         select_tokens, cudaFuncAttributeMaxDynamicSharedMemorySize, device->shared_bytes_max);
+    cudaFuncAttributes attributes = {};
+    if (error == cudaSuccess)
+        error = cudaFuncGetAttributes(&attributes, select_tokens);
     device->cluster_max = 1;
-    if (error != cudaSuccess || device->major < 9)
+    if (error != cudaSuccess || attributes.ptxVersion < 90) /* code without cluster barriers */
         return error;
     error = cudaFuncSetAttribute(select_tokens, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     for (uint32_t size = max_cluster; error == cudaSuccess && size > 1; size /= 2) {

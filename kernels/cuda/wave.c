@@ -494,6 +494,15 @@ static void fill_lists(struct dkv_cu_engine *engine, const struct dkv_cu_wave *w
     dkv_cu_select_fill(&engine->device, wave, lists->of_selection);
 }
 
+static enum dkv_status mark(struct dkv_cu_engine *engine, enum dkv_cu_mark moment,
+                            struct dkv_error *err)
+{
+    if (!engine->timed)
+        return DKV_OK;
+    return dkv_cu_check(engine, cudaEventRecord(engine->marks[moment], engine->stream),
+                        "recording an event", err);
+}
+
 static enum dkv_status launch_kernels(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
                                       const struct dkv_cu_wave *wave, const uint32_t *first,
                                       const struct work_lists *lists, struct dkv_error *err)
@@ -508,6 +517,8 @@ static enum dkv_status launch_kernels(struct dkv_cu_engine *engine, struct dkv_c
                                           lists->of_scorer[s],
                                           device_twin(slot, lists->of_scorer[s]), engine->stream),
                 dkv_cu_scorers[s]->name, err);
+    if (status == DKV_OK)
+        status = mark(engine, DKV_CU_MARK_SCORED, err);
     if (status != DKV_OK)
         return status;
     return dkv_cu_check(engine,
@@ -581,10 +592,14 @@ static enum dkv_status launch_wave(struct dkv_cu_engine *engine, struct dkv_cu_s
     fill_lists(engine, &wave, first, &lists);
     const size_t up_end = reports + dkv_cu_align(wave.n_units * sizeof(struct dkv_cu_report));
 
-    if ((status = copy_io(engine, slot, b->io_begin, up_end, true, err)) != DKV_OK ||
+    if ((status = mark(engine, DKV_CU_MARK_START, err)) != DKV_OK ||
+        (status = copy_io(engine, slot, b->io_begin, up_end, true, err)) != DKV_OK ||
         (status = await_staged(engine, err)) != DKV_OK ||
+        (status = mark(engine, DKV_CU_MARK_UPLOADED, err)) != DKV_OK ||
         (status = launch_kernels(engine, slot, &wave, first, &lists, err)) != DKV_OK ||
+        (status = mark(engine, DKV_CU_MARK_SELECTED, err)) != DKV_OK ||
         (status = copy_io(engine, slot, reports, slot->io.used, false, err)) != DKV_OK ||
+        (status = mark(engine, DKV_CU_MARK_DOWNLOADED, err)) != DKV_OK ||
         (status = turn_halves(engine, err)) != DKV_OK)
         return status;
     slot->n_pending += b->n_units;
