@@ -81,6 +81,8 @@ static bool judge(struct dkv_cu_slot *slot, const struct dkv_cu_pending *pending
                                                                         pending->report);
     struct dkv_item *item = &slot->items[pending->item];
     struct dkv_error why;
+    if (item->status != DKV_OK)
+        return false; /* failed while it was staged, or by another head */
     if (report->bad_k_entry != ~0ull || report->bad_v_entry != ~0ull) {
         const bool of_values = report->bad_k_entry == ~0ull;
         explain_entry(item, of_values, of_values ? report->bad_v_entry : report->bad_k_entry, &why);

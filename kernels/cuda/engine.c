@@ -9,10 +9,12 @@
  * process's context for good: it is reported as DKV_E_DEVICE from then on, and the process that
  * owns the engine must be replaced.
  */
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
+#include "kernels/cpu/threads.h"
 #include "kernels/cuda/host.h"
 
 #ifndef DKV_CUDA_ARCHS
@@ -283,8 +285,19 @@ static void cuda_close(struct dkv_engine *opaque)
     if (engine->owns_stream && engine->stream != NULL)
         (void)cudaStreamDestroy(engine->stream);
     (void)cudaGetLastError();
+    dkv_threads_close(engine->crew);
     free_builder(engine->builder);
     free(engine);
+}
+
+/* Threads that fill staging chunks, this one included. */
+static unsigned default_threads(void)
+{
+    cpu_set_t mine;
+    const unsigned cpus = sched_getaffinity(0, sizeof(mine), &mine) == 0
+                              ? (unsigned)CPU_COUNT(&mine)
+                              : 1;
+    return cpus < DKV_CU_THREADS ? cpus : DKV_CU_THREADS;
 }
 
 static enum dkv_status cuda_open(const struct dkv_engine_config *config,
@@ -308,6 +321,9 @@ static enum dkv_status cuda_open(const struct dkv_engine_config *config,
         status = make_streams(engine, config->stream, err);
     if (status == DKV_OK)
         status = make_memory(engine, stage, err);
+    if (status == DKV_OK)
+        status = dkv_threads_open(config->threads != 0 ? config->threads : default_threads(),
+                                  &engine->crew, err);
     if (status != DKV_OK) {
         cuda_close((struct dkv_engine *)engine);
         return status;
@@ -320,9 +336,9 @@ static void cuda_info(const struct dkv_engine *opaque, struct dkv_engine_info *i
 {
     const struct dkv_cu_engine *engine = (const struct dkv_cu_engine *)opaque;
     *info_out = (struct dkv_engine_info){
-        .scratch_bytes = engine->scratch.used + engine->shared_bytes,
+        .scratch_bytes = engine->wave_scratch + engine->shared_bytes,
         .scratch_peak_bytes = engine->scratch.peak + engine->shared_bytes,
-        .threads = 1,
+        .threads = dkv_threads_count(engine->crew),
     };
     snprintf(info_out->backend, sizeof(info_out->backend), "cuda/sm_%d%d", engine->device.major,
              engine->device.minor);
@@ -371,6 +387,7 @@ static enum dkv_status cuda_submit(struct dkv_engine *opaque, struct dkv_item *i
     }
     (void)cudaStreamSynchronize(engine->copies); /* nothing of it may be left running */
     (void)cudaStreamSynchronize(engine->stream);
+    engine->n_jobs = 0;
     slot->n_pending = 0;
     slot->io.used = 0;
     slot->items = NULL;
@@ -422,13 +439,14 @@ static enum dkv_status cuda_wait(struct dkv_engine *opaque, struct dkv_error *er
 /* ---- for benchmarks ---- */
 
 __attribute__((visibility("default"))) enum dkv_status dkv_cuda_time_stages(
-    struct dkv_engine *opaque, struct dkv_error *err)
+    struct dkv_engine *opaque, bool split, struct dkv_error *err)
 {
     struct dkv_cu_engine *engine = (struct dkv_cu_engine *)opaque;
     enum dkv_status status = DKV_OK;
     for (unsigned i = 0; i < DKV_CU_MARKS && status == DKV_OK && engine->marks[i] == NULL; i++)
         status = dkv_cu_check(engine, cudaEventCreate(&engine->marks[i]), "creating an event", err);
     engine->timed = status == DKV_OK;
+    engine->split = split;
     return status;
 }
 
@@ -437,13 +455,16 @@ __attribute__((visibility("default"))) enum dkv_status dkv_cuda_stage_times(
 {
     struct dkv_cu_engine *engine = (struct dkv_cu_engine *)opaque;
     enum dkv_status status = DKV_OK;
-    for (unsigned i = 0; i + 1 < DKV_CU_MARKS && status == DKV_OK; i++) {
-        float ms = 0;
-        status = dkv_cu_check(engine,
-                              cudaEventElapsedTime(&ms, engine->marks[i], engine->marks[i + 1]),
-                              "reading a time", err);
-        us_out[i] = ms * 1000;
-    }
+    float upto[DKV_CU_MARKS] = {0};
+    for (unsigned i = 1; i < DKV_CU_MARKS && status == DKV_OK; i++)
+        if (i != DKV_CU_MARK_SCORED || engine->split)
+            status = dkv_cu_check(
+                engine, cudaEventElapsedTime(&upto[i], engine->marks[0], engine->marks[i]),
+                "reading a time", err);
+    if (!engine->split)
+        upto[DKV_CU_MARK_SCORED] = upto[DKV_CU_MARK_SELECTED];
+    for (unsigned i = 0; i + 1 < DKV_CU_MARKS; i++)
+        us_out[i] = (upto[i + 1] - upto[i]) * 1000;
     return status;
 }
 

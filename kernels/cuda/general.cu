@@ -110,9 +110,10 @@ __device__ uint32_t find_unit(const work_list &work, uint32_t item)
 
 /* Shared memory of accumulate and score, in floats; the query's stride depends on head_dim. */
 struct shared_tiles {
-    float *query; /* [chunk_rows][query_stride] */
-    float *tile;  /* [tile_keys][tile_stride]: keys, then values, 64 dimensions at a time */
-    float *terms; /* [chunk_rows][tile_stride]: logits, weights, outputs or terms */
+    float *query;  /* [chunk_rows][query_stride] */
+    float *tile;   /* [tile_keys][tile_stride]: keys, then values, 64 dimensions at a time */
+    float *center; /* [DKV_HEAD_DIM_MAX] */
+    float *terms;  /* [chunk_rows][tile_stride]: logits, weights, outputs or terms */
     const unsigned char **key_rows; /* [tile_keys], NULL: not there */
     const unsigned char **value_rows;
     int query_stride;
@@ -126,7 +127,7 @@ __host__ __device__ inline int padded_dims(uint32_t dims)
 __host__ __device__ inline size_t shared_bytes(uint32_t head_dim)
 {
     const size_t floats = chunk_rows * (padded_dims(head_dim) + 4) + tile_keys * tile_stride +
-                          chunk_rows * tile_stride;
+                          chunk_rows * tile_stride + DKV_HEAD_DIM_MAX;
     return floats * sizeof(float) + 2 * tile_keys * sizeof(void *);
 }
 
@@ -138,7 +139,8 @@ __device__ shared_tiles carve(unsigned char *memory, uint32_t head_dim)
     s.query_stride = padded_dims(head_dim) + 4;
     s.tile = reinterpret_cast<float *>(s.value_rows + tile_keys);
     s.terms = s.tile + tile_keys * tile_stride;
-    s.query = s.terms + chunk_rows * tile_stride;
+    s.center = s.terms + chunk_rows * tile_stride;
+    s.query = s.center + DKV_HEAD_DIM_MAX;
     return s;
 }
 
@@ -194,11 +196,38 @@ __device__ void find_rows(const dkv_cu_block &block, const dkv_cu_unit &unit, co
     }
 }
 
+/* True if this block's output is made of rounded probabilities. */
+__device__ __host__ inline bool rounds_output(const dkv_cu_block &block)
+{
+    return block.p_round && block.eps > 0 &&
+           (block.q_dtype == DKV_BF16 || block.q_dtype == DKV_FP16);
+}
+
+/* Values are used less the first visible key's value. Scores do not change, but then values that
+ * are all equal give exact zeros, and a common offset costs no digits. Rounded probabilities do not
+ * add up to 1, so there nothing may be taken away. */
+__device__ void load_center(const dkv_cu_block &block, const dkv_cu_unit &unit, float *center)
+{
+    uint32_t key = 0;
+    while (key < block.n_valid && dkv_cu_masked(unit, key))
+        key++;
+    const unsigned char *row = nullptr;
+    if (key < block.n_valid && !rounds_output(block))
+        row = dkv_cu_row(block.v, unit.v, block.valid_from + key, &unit.report->bad_v_entry);
+    for (uint32_t dim = threadIdx.x; dim < DKV_HEAD_DIM_MAX; dim += blockDim.x)
+        center[dim] = row && dim < block.v_dim
+                          ? dkv_cu_load1(row + dim * dkv_cu_dtype_bytes(block.v.dtype),
+                                         block.v.dtype, unit.v_scale)
+                          : 0.0f;
+}
+
 /* Loads dimensions first_dim.. of 64 rows into s.tile, zero-padded; thread i: row i/4, 16 of the
- * 64 dimensions. Returns the largest magnitude; reports what is not finite if asked to. */
+ * 64 dimensions; `center` is taken away if there is one. Returns the largest magnitude; reports
+ * what is not finite if asked to. */
 __device__ float load_tile(const dkv_cu_rows &rows, const unsigned char *const *row_at,
-                           const shared_tiles &s, float scale, uint32_t first_dim, uint32_t dims,
-                           const dkv_cu_unit *report_to, int tensor, uint32_t first_token)
+                           const shared_tiles &s, float scale, const float *center,
+                           uint32_t first_dim, uint32_t dims, const dkv_cu_unit *report_to,
+                           int tensor, uint32_t first_token)
 {
     const int slot = threadIdx.x / 4;
     const int bytes = static_cast<int>(dkv_cu_dtype_bytes(rows.dtype));
@@ -211,10 +240,11 @@ __device__ float load_tile(const dkv_cu_rows &rows, const unsigned char *const *
         if (row_at[slot] && dim < dims) {
             dkv_cu_load8(row_at[slot] + dim * bytes, rows.dtype, rows.align, scale, x);
             for (int e = 0; e < 8; e++) {
-                largest = fmaxf(largest, fabsf(x[e]));
                 if (report_to && !dkv_cu_finite(x[e]))
                     note_nonfinite(*report_to, tensor, report_to->head, first_token + slot,
                                    dim + e);
+                x[e] -= center ? center[dim + e] : 0.0f;
+                largest = fmaxf(largest, fabsf(x[e]));
             }
         }
         float4 *to = reinterpret_cast<float4 *>(s.tile + slot * tile_stride + at);
@@ -237,7 +267,7 @@ __device__ void products(const dkv_cu_block &block, const dkv_cu_unit &unit, con
     for (uint32_t dim = 0; dim < block.head_dim; dim += chunk_dims) {
         float sum[2][4][2] = {}; /* even and odd dimensions of this chunk: short sums err less */
         __syncthreads();
-        load_tile(block.k, s.key_rows, s, unit.k_scale, dim, block.head_dim, report_to, 1,
+        load_tile(block.k, s.key_rows, s, unit.k_scale, nullptr, dim, block.head_dim, report_to, 1,
                   block.valid_from + first_key);
         __syncthreads();
 #pragma unroll 4
@@ -370,32 +400,29 @@ __device__ rescale absorb_rounded(const row_result &row, uint32_t dtype, float *
     return {1.0f, 0.0f, -1};
 }
 
-__device__ float value_at(const dkv_cu_block &block, const dkv_cu_unit &unit, int key, uint32_t dim)
+/* One element of a key's value, less the center. */
+__device__ float value_at(const dkv_cu_block &block, const dkv_cu_unit &unit, const float *center,
+                          int key, uint32_t dim)
 {
     const unsigned char *row = dkv_cu_row(block.v, unit.v, block.valid_from + key,
                                           &unit.report->bad_v_entry);
     return row ? dkv_cu_load1(row + dim * dkv_cu_dtype_bytes(block.v.dtype), block.v.dtype,
-                              unit.v_scale)
+                              unit.v_scale) -
+                     center[dim]
                : 0.0f;
-}
-
-/* True if this block's output is made of rounded probabilities. */
-__device__ __host__ inline bool rounds_output(const dkv_cu_block &block)
-{
-    return block.p_round && block.eps > 0 &&
-           (block.q_dtype == DKV_BF16 || block.q_dtype == DKV_FP16);
 }
 
 /* Adds the value that was left out so far to the lane's columns of one row's sums. */
 template <int columns>
 __device__ __forceinline__ void join_value(const dkv_cu_block &block, const dkv_cu_unit &unit,
-                                           const rescale &change, int lane, float (&sums)[columns])
+                                           const rescale &change, const float *center, int lane,
+                                           float (&sums)[columns])
 {
 #pragma unroll
     for (int i = 0; i < columns; i++) {
         const uint32_t dim = i / 2 * chunk_dims + lane * 2 + i % 2;
         if (dim < block.v_dim)
-            sums[i] = fmaf(change.join_weight, value_at(block, unit, change.join_key, dim),
+            sums[i] = fmaf(change.join_weight, value_at(block, unit, center, change.join_key, dim),
                            sums[i]);
     }
 }
@@ -428,6 +455,7 @@ __global__ void __launch_bounds__(threads, 2) accumulate(work_list work, bool ro
     for (int r = 0; r < 4; r++)
         state[r] = {-INFINITY, -1, -INFINITY, 0.0f};
     load_query(block, unit, s, first_row, l.rows);
+    load_center(block, unit, s.center);
 
     for (uint32_t first_key = range * l.range_keys; first_key < range_end; first_key += tile_keys) {
         __syncthreads();
@@ -462,7 +490,7 @@ __global__ void __launch_bounds__(threads, 2) accumulate(work_list work, bool ro
                 sums[r][2 * c + 1] *= change.keep;
             }
             if (change.join_weight > 0) /* the whole warp agrees */
-                join_value(block, unit, change, lane, sums[r]);
+                join_value(block, unit, change, s.center, lane, sums[r]);
         }
 
 #pragma unroll
@@ -470,9 +498,9 @@ __global__ void __launch_bounds__(threads, 2) accumulate(work_list work, bool ro
             if (c * chunk_dims >= block.v_dim)
                 break;
             __syncthreads();
-            largest = fmaxf(largest,
-                            load_tile(block.v, s.value_rows, s, unit.v_scale, c * chunk_dims,
-                                      block.v_dim, report_to, 2, block.valid_from + first_key));
+            largest = fmaxf(largest, load_tile(block.v, s.value_rows, s, unit.v_scale, s.center,
+                                               c * chunk_dims, block.v_dim, report_to, 2,
+                                               block.valid_from + first_key));
             __syncthreads();
 #pragma unroll 2
             for (int slot = 0; slot < tile_keys; slot += 4) {
@@ -563,6 +591,7 @@ __global__ void __launch_bounds__(merge_threads) merge(work_list work)
 {
     __shared__ partial ranges[max_ranges];
     __shared__ float shared[merge_threads / 32];
+    __shared__ float center[DKV_HEAD_DIM_MAX];
     const uint32_t index = find_unit(work, blockIdx.x);
     const dkv_cu_unit &unit = work.units[index];
     const dkv_cu_block &block = work.blocks[unit.block];
@@ -578,6 +607,7 @@ __global__ void __launch_bounds__(merge_threads) merge(work_list work)
     if (threadIdx.x < l.n_ranges)
         ranges[threadIdx.x] = *reinterpret_cast<const partial *>(partials +
                                                                  threadIdx.x * range_stride);
+    load_center(block, unit, center);
     __syncthreads();
 
     uint32_t best = 0;
@@ -607,16 +637,16 @@ __global__ void __launch_bounds__(merge_threads) merge(work_list work)
 
     float distance = 0;
     for (uint32_t dim = threadIdx.x; dim < block.v_dim; dim += merge_threads) {
-        float b = 0;
+        float b = -weight(sink, second) * center[dim]; /* the sink's value is 0 */
         for (uint32_t i = 0; i < l.n_ranges; i++) {
             const float *sums = partials + i * range_stride + sizeof(partial) / sizeof(float);
             b = fmaf(weight(ranges[i].second, second), sums[dim], b);
             if (i != best && ranges[i].top_key >= 0)
                 b = fmaf(weight(ranges[i].top, second),
-                         value_at(block, unit, ranges[i].top_key, dim), b);
+                         value_at(block, unit, center, ranges[i].top_key, dim), b);
         }
         b = alone ? 0.0f : b / sum;
-        const float v = top_key >= 0 ? value_at(block, unit, top_key, dim) : 0.0f;
+        const float v = top_key >= 0 ? value_at(block, unit, center, top_key, dim) : 0.0f;
         output[dim] = fmaf(p, v, rest * b);
         distance = fmaf(b - v, b - v, distance);
     }
@@ -695,7 +725,8 @@ __device__ void distances(const dkv_cu_block &block, const dkv_cu_unit &unit, co
             d2[r][k] = 0;
     for (uint32_t dim = 0; dim < block.v_dim; dim += chunk_dims) {
         __syncthreads();
-        load_tile(block.v, s.value_rows, s, unit.v_scale, dim, block.v_dim, nullptr, 2, 0);
+        load_tile(block.v, s.value_rows, s, unit.v_scale, s.center, dim, block.v_dim, nullptr, 2,
+                  0);
         for (int i = threadIdx.x; i < chunk_rows * chunk_dims; i += threads) {
             const uint32_t row = first_row + i / chunk_dims;
             const uint32_t at = dim + i % chunk_dims;
@@ -742,6 +773,7 @@ __global__ void __launch_bounds__(threads, 2) score(work_list work)
     gatherer sum = {0.0f, 0.0f};
 
     find_rows(block, unit, s, first_key, block.n_valid);
+    load_center(block, unit, s.center);
     for (uint32_t first_row = 0; first_row < l.rows; first_row += chunk_rows) {
         __syncthreads();
         load_query(block, unit, s, first_row, l.rows);

@@ -22,8 +22,10 @@ extern "C" {
 #endif
 
 #define DKV_CU_SLOTS       2u
-#define DKV_CU_CHUNKS      8u
-#define DKV_CU_CHUNK_BYTES ((size_t)4 << 20)
+#define DKV_CU_CHUNKS      32u
+#define DKV_CU_CHUNK_BYTES ((size_t)1 << 20)
+#define DKV_CU_JOBS        16u /* chunks that are filled together: half of all */
+#define DKV_CU_THREADS     4u  /* that fill them, unless the configuration says otherwise */
 #define DKV_CU_IO_BYTES    ((size_t)40 << 20)
 #define DKV_CU_EXTRA_BYTES ((size_t)8 << 20) /* of io: kept free for the scorers' work lists */
 #define DKV_CU_SCRATCH     ((size_t)96 << 20)
@@ -96,6 +98,29 @@ struct dkv_cu_chunk {
     bool in_use;
 };
 
+/* Rows of host tensors: one head's, through a table or not. */
+struct dkv_cu_source {
+    const struct dkv_view *view;
+    const struct dkv_page_table *table; /* NULL: not paged, or no table */
+    const char *name;                   /* "key", "value" */
+    uint32_t page_tokens;
+    uint32_t dims;
+    uint64_t entry_limit;
+    uint64_t first_token;
+    uint64_t n_tokens; /* the last one + 1 */
+};
+
+/* One chunk's worth of copying. */
+struct dkv_cu_stage_job {
+    struct dkv_cu_source source; /* view NULL: plain bytes */
+    struct dkv_item *item;
+    const unsigned char *from; /* the head's token 0, or the bytes */
+    unsigned char *to_device;
+    size_t bytes;
+    struct dkv_cu_chunk *chunk;
+    struct dkv_error error;
+};
+
 /* The wave that is being put together. */
 struct dkv_cu_builder {
     struct dkv_cu_block *blocks; /* [max_items] */
@@ -128,16 +153,20 @@ struct dkv_cu_engine {
     struct dkv_cu_arena scratch; /* device; reused by wave after wave */
     unsigned char *shared;       /* device; see dkv_cu_scorer.shared_bytes */
     size_t shared_bytes;
+    size_t wave_scratch; /* scratch of the last wave */
     struct dkv_cu_half halves[2];
     unsigned half;
     struct dkv_cu_chunk chunks[DKV_CU_CHUNKS];
     unsigned chunk;
+    struct dkv_cu_stage_job jobs[DKV_CU_JOBS];
+    unsigned n_jobs;
+    struct dkv_threads *crew; /* fills chunks */
     struct dkv_cu_slot slots[DKV_CU_SLOTS];
     unsigned oldest;
     unsigned n_in_flight;
     size_t max_items;
     struct dkv_cu_builder *builder;
-    bool timed;
+    bool timed, split;
     cudaEvent_t marks[DKV_CU_MARKS]; /* of the last wave, if timed */
 };
 
@@ -148,8 +177,10 @@ enum dkv_status dkv_cu_check(struct dkv_cu_engine *engine, cudaError_t error, co
                              struct dkv_error *err);
 
 /* For benchmarks, which find them with dlsym(): time the stages of every wave from now on; how long
- * those of the last wave took, after its wait(): upload, scoring, selection, download. */
-enum dkv_status dkv_cuda_time_stages(struct dkv_engine *engine, struct dkv_error *err);
+ * those of the last wave took, after its wait(): upload, scoring, selection, download. An event
+ * between scoring and selection keeps the one from being launched during the other; without `split`
+ * there is none, and selection's time is 0 and within scoring's. */
+enum dkv_status dkv_cuda_time_stages(struct dkv_engine *engine, bool split, struct dkv_error *err);
 enum dkv_status dkv_cuda_stage_times(struct dkv_engine *engine, float us_out[4],
                                      struct dkv_error *err);
 
@@ -158,23 +189,16 @@ enum dkv_status dkv_cuda_stage_times(struct dkv_engine *engine, float us_out[4],
 enum dkv_status dkv_cu_run_items(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
                                  const unsigned char *only, struct dkv_error *err);
 
-/* stage.c: copies tokens valid_from.. of one head of a host view, dense, to `to_device`; `rows`
- * says through which table. Queued on engine->copies. INVALID for a bad entry. */
-struct dkv_cu_source {
-    const struct dkv_view *view;
-    const struct dkv_page_table *table; /* NULL: not paged or no table */
-    const char *name;                   /* "key", "value" */
-    uint32_t page_tokens;
-    uint32_t dims;
-    uint64_t entry_limit;
-    uint64_t first_token;
-    uint64_t n_tokens; /* the last one + 1 */
-};
-
-enum dkv_status dkv_cu_stage_head(struct dkv_cu_engine *engine, const struct dkv_cu_source *source,
-                                  uint32_t head, unsigned char *to_device, struct dkv_error *err);
-enum dkv_status dkv_cu_stage_bytes(struct dkv_cu_engine *engine, const void *from, size_t bytes,
-                                   void *to_device, struct dkv_error *err);
+/* stage.c: queues the copy of tokens first_token.. of one head of a host view, dense, to
+ * `to_device`, or of plain bytes. Jobs run in groups, the last ones at dkv_cu_stage_flush(); a bad
+ * page table entry then fails the item. An error here is the device's. */
+enum dkv_status dkv_cu_stage_head(struct dkv_cu_engine *engine, struct dkv_item *item,
+                                  const struct dkv_cu_source *source, uint32_t head,
+                                  unsigned char *to_device, struct dkv_error *err);
+enum dkv_status dkv_cu_stage_bytes(struct dkv_cu_engine *engine, struct dkv_item *item,
+                                   const void *from, size_t bytes, void *to_device,
+                                   struct dkv_error *err);
+enum dkv_status dkv_cu_stage_flush(struct dkv_cu_engine *engine, struct dkv_error *err);
 
 /* answer.c: waits for everything launched from the slot, checks it, writes the items' outputs and
  * empties the slot's io. Items that a scorer gave up on are marked in slot->retry. */

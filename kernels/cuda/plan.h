@@ -139,7 +139,8 @@ struct dkv_cu_device {
     int multiprocessors;
     int shared_bytes_max; /* per thread block, opt-in */
     int l2_bytes;
-    uint32_t cluster_max; /* thread blocks of a selection cluster; 1: none */
+    uint32_t cluster_max;  /* thread blocks of a selection cluster; 1: none */
+    bool waits_for_scores; /* selection may be launched before scoring ends */
     char name[96];
 };
 
@@ -180,7 +181,7 @@ cudaError_t dkv_cu_mask_prepare(void);
 cudaError_t dkv_cu_mask_launch(const struct dkv_cu_wave *wave, cudaStream_t stream);
 
 /* Selection over all units: pools, selects, writes keep_out and scores_out. */
-cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device); /* sets cluster_max */
+cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device); /* sets both fields above */
 /* True if a unit of n tokens needs unit.keys. */
 bool dkv_cu_select_needs_keys(const struct dkv_cu_device *device, uint32_t n_valid);
 size_t dkv_cu_select_extra_bytes(const struct dkv_cu_wave *wave);

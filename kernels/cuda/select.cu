@@ -2,22 +2,22 @@
  *
  * scores float32 [n] of a unit -> keep_out int32 [k]; same order, bit for bit, as kernels/select.c.
  *
- * A token becomes one 64-bit key whose order is the order of tokens: two bits of class, then the
- * pooled score, then (max pooling) the raw score. Of the average's double only 61 bits are needed.
- * The k-th best key is found by radix selection, 11 bits a round, until the tokens that share the
- * decided bits are few; those are then ranked against each other in full, by key, raw score and
- * index. What was found is the cut: every token that is not behind it is kept, so writing the
- * indices in order needs no flags, only a count and a second look.
+ * A token becomes one 64-bit key whose order is the order of tokens (select_keys.cuh). The k-th
+ * best key is found by radix selection, 11 bits a round, until the tokens that share the decided
+ * bits are few; those are then ranked against each other in full, by key, raw score and index. What
+ * was found is the cut: every token that is not behind it is kept, so writing the indices in order
+ * needs no flags, only a count and a second look.
  *
  * Long units are spread over a cluster of thread blocks that add their histograms through
  * distributed shared memory; of short ones each block of the cluster takes its own. How a unit is
  * spread cannot show in the answer, which is exact. Devices without clusters use one block a unit.
  *
- * 512 threads: four blocks fill a multiprocessor when keys are few.
+ * 512 threads, each with four adjacent tokens at a time: what bounds this kernel is instructions
+ * and barriers, not bytes.
  */
 #include <cooperative_groups.h>
 
-#include "kernels/cuda/device.cuh"
+#include "kernels/cuda/select_keys.cuh"
 
 namespace cg = cooperative_groups;
 
@@ -27,13 +27,14 @@ namespace
 constexpr int threads = 512;
 constexpr int n_warps = threads / 32;
 constexpr int n_bins = 2048;
-constexpr int max_ranked = 512;    /* tokens ranked against each other */
-constexpr int stage_tokens = 2048; /* pooled at a time */
+constexpr int bins_per_thread = n_bins / threads;
+constexpr int max_ranked = 256; /* tokens ranked against each other */
 constexpr int max_cluster = 16;
 
 /* Tokens per block: wanted, and more than which a unit is spread over the cluster. */
 constexpr uint32_t block_tokens = 8192;
 constexpr uint32_t alone_tokens = 4096;
+constexpr uint32_t min_pool_tokens = 1024;
 
 struct team {
     uint32_t first_unit;
@@ -46,14 +47,12 @@ struct candidate {
     uint32_t index;
 };
 
-struct shared_state {
-    unsigned histogram[n_bins];
-    unsigned total[n_bins]; /* a slice of the cluster's sum; the whole of it when alone */
-    union {
-        float stage[stage_tokens + DKV_KERNEL_MAX + 1];
-        candidate ranked[max_ranked];
-    };
+struct alignas(16) shared_state {
+    unsigned histogram[n_bins]; /* of this block */
+    unsigned total[n_bins];     /* the crew's, in the slice this block adds up */
     candidate mine[max_ranked];
+    candidate ranked[max_ranked]; /* of the whole crew */
+    unsigned ahead[max_ranked];   /* how many of them are better */
     unsigned n_mine;
     unsigned n_kept; /* of this block, read by the others */
     unsigned warp_counts[n_warps];
@@ -61,7 +60,7 @@ struct shared_state {
     unsigned above; /* tokens in higher bins */
     unsigned inside;
     candidate cut;
-    uint32_t lone_key;
+    select_task task;
 };
 
 /* The blocks that work on one unit. */
@@ -91,131 +90,65 @@ template <typename T> __device__ T *of_rank(const crew &c, T *mine, uint32_t ran
     return mine;
 }
 
+/* One block's share of a unit: tokens begin..end-1 and their keys. */
+struct part {
+    unsigned long long *keys; /* padded to whole fours */
+    uint32_t begin;
+    uint32_t end;
+};
+
+__device__ void load_four(const part &p, uint32_t i, unsigned long long (&key)[4])
+{
+    const ulonglong2 *from = reinterpret_cast<const ulonglong2 *>(p.keys + (i - p.begin));
+    const ulonglong2 low = from[0];
+    const ulonglong2 high = from[1];
+    key[0] = low.x, key[1] = low.y, key[2] = high.x, key[3] = high.y;
+}
+
 /* ---- keys ---- */
 
-/* Sum of `width` (a power of two) values in the order that kernels/select.h fixes. */
-template <int width> __device__ double tree_sum(const float *x)
+/* Adds four digits; neighbours often share one, since pooling makes plateaus. */
+__device__ void count_four(unsigned *histogram, const unsigned (&digit)[4])
 {
-    if constexpr (width == 1)
-        return x[0];
-    else
-        return tree_sum<width / 2>(x) + tree_sum<width / 2>(x + width / 2);
-}
-
-template <int width> __device__ __noinline__ double far_tree_sum(const float *x)
-{
-    if constexpr (width <= 32)
-        return tree_sum<width>(x);
-    else
-        return far_tree_sum<width / 2>(x) + far_tree_sum<width / 2>(x + width / 2);
-}
-
-template <int width> __device__ void add_block(double &sum, const float *&x, uint32_t kernel)
-{
-    if (kernel & width) {
-        sum += width <= 16 ? tree_sum<(width <= 16 ? width : 1)>(x) : far_tree_sum<width>(x);
-        x += width;
+    unsigned run = 1;
+#pragma unroll
+    for (int q = 0; q < 4; q++) {
+        if (q < 3 && digit[q + 1] == digit[q]) {
+            run++;
+        } else {
+            atomicAdd(histogram + digit[q], run);
+            run = 1;
+        }
     }
 }
 
-/* Sum over the window of `kernel` tokens from `x` on. */
-__device__ double pooled_sum(const float *x, uint32_t kernel)
+/* Pools the part's tokens, stores their keys and counts their first digits. `stage` holds
+ * pool_tokens scores and a window's margins. */
+__device__ void build_keys(const select_task &t, shared_state &s, const part &p,
+                           uint32_t pool_tokens, float *stage)
 {
-    double sum = *x++; /* the kernel is odd */
-    add_block<2>(sum, x, kernel);
-    add_block<4>(sum, x, kernel);
-    add_block<8>(sum, x, kernel);
-    add_block<16>(sum, x, kernel);
-    add_block<32>(sum, x, kernel);
-    add_block<64>(sum, x, kernel);
-    add_block<128>(sum, x, kernel);
-    add_block<256>(sum, x, kernel);
-    return sum;
-}
-
-__device__ float pooled_max(const float *x, uint32_t kernel)
-{
-    float largest = x[0];
-    for (uint32_t i = 1; i < kernel; i++)
-        largest = fmaxf(largest, x[i]);
-    return largest;
-}
-
-/* A double that is a sum of up to 511 floats >= 0, in 61 bits: its exponent field is within
- * 873..1161, or it is zero. */
-__device__ unsigned long long average_bits(double sum)
-{
-    return sum > 0 ? static_cast<unsigned long long>(__double_as_longlong(sum)) - (873ULL << 52)
-                   : 0;
-}
-
-__device__ unsigned raw_bits(float raw)
-{
-    return __float_as_uint(raw + 0.0f) & 0x7fffffffu; /* -0 equals +0 */
-}
-
-__device__ unsigned long long class_of(const dkv_cu_block &block, const dkv_cu_unit &unit,
-                                       uint32_t i, uint32_t lone_key)
-{
-    if (dkv_cu_masked(unit, i))
-        return 0;
-    return i < block.sinks || i >= block.n_valid - block.recent || i == lone_key ? 2 : 1;
-}
-
-/* The key that is the only one some row sees, or ~0. Without a mask that is key 0, if the window
- * is the whole block. */
-__device__ uint32_t find_lone_key(const dkv_cu_block &block, const dkv_cu_unit &unit)
-{
-    if (!unit.mask)
-        return block.window == block.n_valid ? 0 : ~0u;
-    uint32_t first = ~0u;
-    for (uint32_t i = 0; i < block.n_valid; i++) {
-        if (i % 32 == 0 && unit.mask[i / 32] == ~0u) {
-            i += 31;
-            continue;
-        }
-        if (dkv_cu_masked(unit, i))
-            continue;
-        if (first != ~0u)
-            return i > block.n_valid - block.window ? first : ~0u;
-        first = i;
-    }
-    return first;
-}
-
-/* Pools tokens begin..end-1 and stores their keys from `keys` on. */
-__device__ void build_keys(const dkv_cu_block &block, const dkv_cu_unit &unit, shared_state &s,
-                           uint32_t begin, uint32_t end, unsigned long long *keys)
-{
-    const uint32_t n = block.n_valid;
-    const uint32_t scope_begin = block.pool_prefix ? block.sinks : 0;
-    const uint32_t scope_end = block.pool_prefix ? n - block.recent : n;
-    const uint32_t kernel = block.pool == DKV_POOL_NONE ? 1 : block.kernel;
-    const int half = static_cast<int>(kernel / 2);
-    const float descale = unit.scores_out ? ldexpf(1.0f, -*unit.exponent) : 0.0f;
-
-    for (uint32_t first = begin; first < end; first += stage_tokens) {
-        const int count = static_cast<int>(min(end - first, static_cast<uint32_t>(stage_tokens)));
+    const int half = static_cast<int>(t.kernel / 2);
+    for (uint32_t first = p.begin; first < p.end; first += pool_tokens) {
+        const int count = static_cast<int>(min(p.end - first, pool_tokens));
         __syncthreads();
-        for (int i = threadIdx.x; i < count + 2 * half; i += threads) {
-            const long long token = static_cast<long long>(first) - half + i;
-            s.stage[i] = token >= scope_begin && token < scope_end ? unit.scores[token] : 0.0f;
+#pragma unroll 8
+        for (int i = threadIdx.x; i < ((count + 3) & ~3) + 2 * half; i += threads) {
+            const int token = static_cast<int>(first) - half + i;
+            const bool pooled = token >= static_cast<int>(t.scope_begin) &&
+                                token < static_cast<int>(t.scope_end);
+            stage[i] = pooled ? t.scores[token] : 0.0f;
         }
         __syncthreads();
-        for (int i = threadIdx.x; i < count; i += threads) {
-            const uint32_t token = first + i;
-            const bool pooled = token >= scope_begin && token < scope_end;
-            const float raw = pooled ? s.stage[i + half] : unit.scores[token];
-            unsigned long long key = class_of(block, unit, token, s.lone_key) << 62;
-            if (block.pool == DKV_POOL_AVG) {
-                key |= average_bits(pooled ? pooled_sum(s.stage + i, kernel) : raw);
-            } else {
-                const float best = pooled && kernel > 1 ? pooled_max(s.stage + i, kernel) : raw;
-                key |= static_cast<unsigned long long>(raw_bits(best)) << 31 | raw_bits(raw);
-            }
-            keys[token - begin] = key;
-            if (unit.scores_out)
-                unit.scores_out[token] = raw * descale * descale;
+        for (int i = 4 * threadIdx.x; i < count; i += 4 * threads) {
+            unsigned long long key[4];
+            select_keys(t, first + i, stage + i, key);
+            ulonglong2 *to = reinterpret_cast<ulonglong2 *>(p.keys + (first - p.begin) + i);
+            to[0] = {key[0], key[1]};
+            to[1] = {key[2], key[3]};
+            const unsigned digit[4] = {
+                static_cast<unsigned>(key[0] >> 53), static_cast<unsigned>(key[1] >> 53),
+                static_cast<unsigned>(key[2] >> 53), static_cast<unsigned>(key[3] >> 53)};
+            count_four(s.histogram, digit);
         }
     }
     __syncthreads();
@@ -237,30 +170,54 @@ __device__ constexpr digit rounds[n_rounds] = {{0, 53, 11}, {0, 42, 11}, {0, 31,
                                                {1, 0, 10},  {2, 11, 11}, {2, 0, 11}};
 
 struct words {
-    unsigned long long word[3];
+    unsigned long long key;
+    unsigned raw;
+    unsigned index; /* complemented */
 };
 
-__device__ words words_of(const dkv_cu_unit &unit, unsigned long long key, uint32_t index, int upto)
+/* True if the token's digits before d are the decided ones. Later words are only looked up where
+ * the earlier ones agree. */
+__device__ bool matches(const select_task &t, const words &decided, const digit &d,
+                        unsigned long long key, uint32_t i)
 {
-    words w = {{key, 0, 0}};
-    if (upto > 0)
-        w.word[1] = raw_bits(unit.scores[index]);
-    if (upto > 1)
-        w.word[2] = ~index & 0x3fffffu;
-    return w;
-}
-
-/* True if all digits before round r are those decided. */
-__device__ bool matches(const words &w, const words &decided, const digit &d)
-{
-    for (int i = 0; i < d.word; i++)
-        if (w.word[i] != decided.word[i])
-            return false;
     const int above = d.shift + d.width;
-    return above >= 64 || (w.word[d.word] ^ decided.word[d.word]) >> above == 0;
+    if (d.word == 0)
+        return above >= 64 || (key ^ decided.key) >> above == 0;
+    if (key != decided.key)
+        return false;
+    const unsigned raw = select_raw_bits(t.scores[i]);
+    if (d.word == 1)
+        return above >= 32 || (raw ^ decided.raw) >> above == 0;
+    return raw == decided.raw && ((~i & 0x3fffffu) ^ decided.index) >> above == 0;
 }
 
-/* Adds the crew's histograms: every block gets the whole sum, bin by bin, in s.histogram. */
+__device__ unsigned digit_of(const select_task &t, const digit &d, unsigned long long key,
+                             uint32_t i)
+{
+    const unsigned long long word = d.word == 0   ? key
+                                    : d.word == 1 ? select_raw_bits(t.scores[i])
+                                                  : ~i & 0x3fffffu;
+    return static_cast<unsigned>(word >> d.shift) & ((1u << d.width) - 1);
+}
+
+/* Histogram of digit d over the part's tokens that share all digits before. */
+__device__ void count_round(const select_task &t, shared_state &s, const part &p,
+                            const words &decided, const digit &d)
+{
+    for (int i = threadIdx.x; i < n_bins; i += threads)
+        s.histogram[i] = 0;
+    __syncthreads();
+    for (uint32_t i = p.begin + 4 * threadIdx.x; i < p.end; i += 4 * threads) {
+        unsigned long long key[4];
+        load_four(p, i, key);
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+            if (i + q < p.end && matches(t, decided, d, key[q], i + q))
+                atomicAdd(s.histogram + digit_of(t, d, key[q], i + q), 1u);
+    }
+}
+
+/* Adds up the crew's histograms, each block its slice of bins. */
 __device__ void add_histograms(const crew &c, shared_state &s)
 {
     crew_sync(c);
@@ -268,28 +225,31 @@ __device__ void add_histograms(const crew &c, shared_state &s)
         return;
     const int slice = n_bins / static_cast<int>(c.size);
     const int first = slice * static_cast<int>(c.rank);
-    for (int i = threadIdx.x; i < slice; i += threads) {
+    const int per_bin = slice < threads ? threads / slice : 1; /* threads; 4 at most */
+    for (int i = threadIdx.x / per_bin; i < slice; i += threads / per_bin) {
         unsigned sum = 0;
-        for (uint32_t rank = 0; rank < c.size; rank++)
+#pragma unroll 4
+        for (uint32_t rank = threadIdx.x % per_bin; rank < c.size; rank += per_bin)
             sum += of_rank(c, s.histogram, rank)[first + i];
+        for (int step = per_bin / 2; step; step /= 2)
+            sum += __shfl_xor_sync(~0u, sum, step);
         s.total[first + i] = sum;
     }
     crew_sync(c);
-    for (int i = threadIdx.x; i < n_bins; i += threads)
-        s.histogram[i] = of_rank(c, s.total, static_cast<uint32_t>(i / slice))[i];
-    __syncthreads();
 }
 
 /* Finds the bin that holds the `wanted`-th best token: s.bin, s.above, s.inside. */
-__device__ void find_bin(shared_state &s, unsigned wanted)
+__device__ void find_bin(const crew &c, shared_state &s, unsigned wanted)
 {
-    constexpr int per_thread = n_bins / threads;
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
-    const int top = n_bins - 1 - per_thread * static_cast<int>(threadIdx.x); /* best first */
-    unsigned sum = 0;
-    for (int i = 0; i < per_thread; i++)
-        sum += s.histogram[top - i];
+    const int first = n_bins - bins_per_thread * (static_cast<int>(threadIdx.x) + 1);
+    const unsigned *from = c.size == 1 ? s.histogram
+                                       : of_rank(c, s.total,
+                                                 static_cast<uint32_t>(first) * c.size / n_bins);
+    const uint4 four = *reinterpret_cast<const uint4 *>(from + first);
+    const unsigned best_first[bins_per_thread] = {four.w, four.z, four.y, four.x};
+    const unsigned sum = four.x + four.y + four.z + four.w;
     unsigned upto = sum; /* of this warp's bins up to this lane's */
     for (int step = 1; step < 32; step <<= 1) {
         const unsigned lower = __shfl_up_sync(~0u, upto, step);
@@ -302,12 +262,15 @@ __device__ void find_bin(shared_state &s, unsigned wanted)
     for (int w = 0; w < warp; w++)
         above += s.warp_counts[w];
     if (above < wanted && above + sum >= wanted) {
-        int i = 0;
-        while (above + s.histogram[top - i] < wanted)
-            above += s.histogram[top - i++];
-        s.bin = top - i;
-        s.above = above;
-        s.inside = s.histogram[top - i];
+#pragma unroll
+        for (int b = 0; b < bins_per_thread; b++) {
+            if (above < wanted && above + best_first[b] >= wanted) {
+                s.bin = first + bins_per_thread - 1 - b;
+                s.above = above;
+                s.inside = best_first[b];
+            }
+            above += best_first[b];
+        }
     }
     __syncthreads();
 }
@@ -319,18 +282,23 @@ __device__ bool better(const candidate &a, const candidate &b)
     return a.raw != b.raw ? a.raw > b.raw : a.index < b.index;
 }
 
-/* Ranks the few tokens that share all decided digits; the `wanted`-th best is the cut. */
-__device__ void rank_candidates(const dkv_cu_unit &unit, const crew &c, shared_state &s,
-                                const unsigned long long *keys, uint32_t begin, uint32_t end,
-                                const words &decided, const digit &next, unsigned wanted)
+/* Collects the crew's tokens that share all digits before `next` into every block's s.ranked. */
+__device__ unsigned gather_candidates(const select_task &t, const crew &c, shared_state &s,
+                                      const part &p, const words &decided, const digit &next)
 {
     if (threadIdx.x == 0)
         s.n_mine = 0;
+    for (int i = threadIdx.x; i < max_ranked; i += threads)
+        s.ahead[i] = 0;
     __syncthreads();
-    for (uint32_t i = begin + threadIdx.x; i < end; i += threads) {
-        const unsigned long long key = keys[i - begin];
-        if (matches(words_of(unit, key, i, next.word), decided, next))
-            s.mine[atomicAdd(&s.n_mine, 1u)] = {key, raw_bits(unit.scores[i]), i};
+    for (uint32_t i = p.begin + 4 * threadIdx.x; i < p.end; i += 4 * threads) {
+        unsigned long long key[4];
+        load_four(p, i, key);
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+            if (i + q < p.end && matches(t, decided, next, key[q], i + q))
+                s.mine[atomicAdd(&s.n_mine, 1u)] = {key[q], select_raw_bits(t.scores[i + q]),
+                                                    i + q};
     }
     crew_sync(c);
     unsigned count = 0;
@@ -342,53 +310,62 @@ __device__ void rank_candidates(const dkv_cu_unit &unit, const crew &c, shared_s
         count += n;
     }
     __syncthreads();
-    if (threadIdx.x < count) {
-        const candidate mine = s.ranked[threadIdx.x];
+    return count;
+}
+
+/* Ranks the few tokens that share all decided digits; the `wanted`-th best is the cut. Several
+ * threads a candidate, each comparing it with its share of the others. */
+__device__ void rank_candidates(shared_state &s, unsigned count, unsigned wanted)
+{
+    unsigned per = 1;
+    while (per < 32 && count * per * 2 <= threads)
+        per *= 2;
+    const unsigned which = threadIdx.x / per;
+    if (which < count) {
+        const candidate mine = s.ranked[which];
         unsigned ahead = 0;
-        for (unsigned i = 0; i < count; i++)
+        for (unsigned i = threadIdx.x % per; i < count; i += per)
             ahead += better(s.ranked[i], mine);
-        if (ahead + 1 == wanted)
-            s.cut = mine;
+        atomicAdd(&s.ahead[which], ahead);
     }
+    __syncthreads();
+    if (threadIdx.x < count && s.ahead[threadIdx.x] + 1 == wanted)
+        s.cut = s.ranked[threadIdx.x];
     __syncthreads();
 }
 
-/* Finds the k-th best token of the unit: s.cut. */
-__device__ void find_cut(const dkv_cu_block &block, const dkv_cu_unit &unit, const crew &c,
-                         shared_state &s, const unsigned long long *keys, uint32_t begin,
-                         uint32_t end)
+/* Finds the k-th best token of the unit: s.cut. The first digit is counted already. */
+__device__ void find_cut(const select_task &t, const crew &c, shared_state &s, const part &p)
 {
-    words decided = {{0, 0, 0}};
-    unsigned wanted = block.keep;
+    words decided = {0, 0, 0};
+    unsigned wanted = t.keep;
     for (int round = 0; round < n_rounds; round++) {
         const digit d = rounds[round];
-        if (d.word == 1 && block.pool != DKV_POOL_AVG) {
-            decided.word[1] = decided.word[0] & 0x7fffffffu; /* the key holds the raw score */
+        if (d.word == 1 && !t.average) {
+            decided.raw = static_cast<unsigned>(decided.key) & 0x7fffffffu; /* it is in the key */
             continue;
         }
-        for (int i = threadIdx.x; i < n_bins; i += threads)
-            s.histogram[i] = 0;
-        __syncthreads();
-        for (uint32_t i = begin + threadIdx.x; i < end; i += threads) {
-            const words w = words_of(unit, keys[i - begin], i, d.word);
-            if (matches(w, decided, d))
-                atomicAdd(&s.histogram[w.word[d.word] >> d.shift & ((1u << d.width) - 1)], 1u);
-        }
+        if (round > 0)
+            count_round(t, s, p, decided, d);
         add_histograms(c, s);
-        find_bin(s, wanted);
+        find_bin(c, s, wanted);
         wanted -= s.above;
-        decided.word[d.word] |= static_cast<unsigned long long>(s.bin) << d.shift;
         const unsigned inside = s.inside;
+        if (d.word == 0)
+            decided.key |= static_cast<unsigned long long>(s.bin) << d.shift;
+        else if (d.word == 1)
+            decided.raw |= s.bin << d.shift;
+        else
+            decided.index |= s.bin << d.shift;
         if (inside == wanted) { /* the whole bin is kept: its lower end is the cut */
             if (threadIdx.x == 0)
-                s.cut = {decided.word[0], static_cast<unsigned>(decided.word[1]),
-                         d.word == 2 ? ~static_cast<uint32_t>(decided.word[2]) & 0x3fffffu : ~0u};
+                s.cut = {decided.key, decided.raw, d.word == 2 ? ~decided.index & 0x3fffffu : ~0u};
             __syncthreads();
             return;
         }
         if (inside <= max_ranked) {
             const digit next = d.shift > 0 ? digit{d.word, 0, d.shift} : digit{d.word + 1, 0, 32};
-            rank_candidates(unit, c, s, keys, begin, end, decided, next, wanted);
+            rank_candidates(s, gather_candidates(t, c, s, p, decided, next), wanted);
             return;
         }
         __syncthreads();
@@ -397,78 +374,112 @@ __device__ void find_cut(const dkv_cu_block &block, const dkv_cu_unit &unit, con
 
 /* ---- writing ---- */
 
-__device__ bool is_kept(const dkv_cu_unit &unit, const candidate &cut, unsigned long long key,
+__device__ bool is_kept(const select_task &t, const candidate &cut, unsigned long long key,
                         uint32_t index)
 {
     if (key != cut.key)
         return key > cut.key;
-    return !better(cut, {key, raw_bits(unit.scores[index]), index});
+    return !better(cut, {key, select_raw_bits(t.scores[index]), index});
 }
 
-/* Writes the kept indices in order: each warp owns a run of tokens. */
-__device__ void write_kept(const dkv_cu_block &block, const dkv_cu_unit &unit, const crew &c,
-                           shared_state &s, const unsigned long long *keys, uint32_t begin,
-                           uint32_t end)
+/* Which of tokens i .. i+3 are kept, one bit each. */
+__device__ unsigned kept_of_four(const select_task &t, const candidate &cut, const part &p,
+                                 uint32_t i)
+{
+    unsigned long long key[4];
+    unsigned kept = 0;
+    if (i >= p.end)
+        return 0;
+    load_four(p, i, key);
+#pragma unroll
+    for (int q = 0; q < 4; q++)
+        kept |= static_cast<unsigned>(i + q < p.end && is_kept(t, cut, key[q], i + q)) << q;
+    return kept;
+}
+
+/* Writes the kept indices in order: each warp owns a run of tokens, each lane four at a time. */
+__device__ void write_kept(const select_task &t, const crew &c, shared_state &s, const part &p)
 {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
-    const uint32_t run = ((end - begin + n_warps - 1) / n_warps + 31) & ~31u;
-    const uint32_t from = min(end, begin + warp * run);
-    const uint32_t to = min(end, from + run);
+    const uint32_t run = ((p.end - p.begin + n_warps - 1) / n_warps + 127) & ~127u;
+    const uint32_t from = min(p.end, p.begin + warp * run);
+    const uint32_t to = min(p.end, from + run);
     const candidate cut = s.cut;
 
     unsigned count = 0;
-    for (uint32_t i = from + lane; i < to; i += 32)
-        count += is_kept(unit, cut, keys[i - begin], i);
+    for (uint32_t i = from + 4 * lane; i < to; i += 128)
+        count += __popc(kept_of_four(t, cut, p, i));
     count = __reduce_add_sync(~0u, count);
     if (lane == 0)
         s.warp_counts[warp] = count;
     __syncthreads();
     if (threadIdx.x == 0) {
-        s.n_kept = 0;
+        unsigned sum = 0;
         for (int w = 0; w < n_warps; w++)
-            s.n_kept += s.warp_counts[w];
+            sum += s.warp_counts[w];
+        s.n_kept = sum;
     }
     crew_sync(c);
     unsigned at = 0;
-    for (uint32_t rank = 0; rank < c.rank; rank++)
-        at += *of_rank(c, &s.n_kept, rank);
-    for (int w = 0; w < warp; w++)
-        at += s.warp_counts[w];
-    for (uint32_t first = from; first < to; first += 32) {
-        const uint32_t i = first + lane;
-        const bool kept = i < to && is_kept(unit, cut, keys[i - begin], i);
-        const unsigned all = __ballot_sync(~0u, kept);
-        const unsigned mine = at + __popc(all & ((1u << lane) - 1));
-        if (kept && mine < block.keep) /* always, unless scores were not numbers */
-            unit.keep_out[mine] = static_cast<int32_t>(block.valid_from + i);
-        at += __popc(all);
+    if (static_cast<uint32_t>(lane) < c.rank)
+        at = *of_rank(c, &s.n_kept, lane);
+    if (lane < warp)
+        at += s.warp_counts[lane];
+    at = __reduce_add_sync(~0u, at);
+    for (uint32_t first = from; first < to; first += 128) {
+        const uint32_t i = first + 4 * lane;
+        const unsigned kept = kept_of_four(t, cut, p, i);
+        const unsigned mine = __popc(kept);
+        unsigned upto = mine;
+        for (int step = 1; step < 32; step <<= 1) {
+            const unsigned lower = __shfl_up_sync(~0u, upto, step);
+            upto += lane >= step ? lower : 0;
+        }
+        unsigned to_write = at + upto - mine;
+        for (int q = 0; q < 4; q++)
+            if ((kept >> q & 1) && to_write < t.keep) /* always below, if scores are numbers */
+                t.keep_out[to_write++] = static_cast<int32_t>(t.first_index + i + q);
+        at += __shfl_sync(~0u, upto, 31);
     }
 }
 
-__global__ void __launch_bounds__(threads)
+/* Dynamic shared memory: the state, then pool_tokens scores with a window's margins, then the keys
+ * of the block's part (unless they are in unit.keys). */
+__global__ void __launch_bounds__(threads, 2)
     select_tokens(const dkv_cu_block *blocks, const dkv_cu_unit *units, const team *teams,
-                  uint32_t cluster)
+                  uint32_t cluster, uint32_t pool_tokens)
 {
     extern __shared__ __align__(16) unsigned char memory[];
     shared_state &s = *reinterpret_cast<shared_state *>(memory);
-    const team t = teams[blockIdx.x / cluster];
+    float *stage = reinterpret_cast<float *>(&s + 1);
+    for (int i = threadIdx.x; i < n_bins; i += threads)
+        s.histogram[i] = 0;
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize(); /* scores are there from here on */
+#endif
+    const team team = teams[blockIdx.x / cluster];
     const uint32_t place = blockIdx.x % cluster;
-    const crew c = {t.n_units == 1 ? cluster : 1, t.n_units == 1 ? place : 0};
-    if (t.n_units > 1 && place >= t.n_units)
+    const bool together = team.n_units == 1;
+    const crew c = {together ? cluster : 1, together ? place : 0};
+    if (!together && place >= team.n_units)
         return;
-    const dkv_cu_unit &unit = units[t.first_unit + (t.n_units == 1 ? 0 : place)];
-    const dkv_cu_block &block = blocks[unit.block];
-    const uint32_t share = ((block.n_valid + c.size - 1) / c.size + 31) & ~31u;
-    const uint32_t begin = min(block.n_valid, c.rank * share);
-    const uint32_t end = min(block.n_valid, begin + share);
-    unsigned long long *keys = unit.keys ? unit.keys + begin
-                                         : reinterpret_cast<unsigned long long *>(&s + 1);
-    if (threadIdx.x == 0)
-        s.lone_key = find_lone_key(block, unit);
-    build_keys(block, unit, s, begin, end, keys);
-    find_cut(block, unit, c, s, keys, begin, end);
-    write_kept(block, unit, c, s, keys, begin, end);
+    if (threadIdx.x == 0) {
+        const dkv_cu_unit &unit = units[team.first_unit + (together ? 0 : place)];
+        s.task = select_task_of(blocks[unit.block], unit);
+    }
+    __syncthreads();
+    const select_task t = s.task;
+    const uint32_t share = ((t.n + c.size - 1) / c.size + 31) & ~31u;
+    part p;
+    p.begin = min(t.n, c.rank * share);
+    p.end = min(t.n, p.begin + share);
+    p.keys = t.keys
+                 ? t.keys + p.begin
+                 : reinterpret_cast<unsigned long long *>(stage + pool_tokens + DKV_KERNEL_MAX + 1);
+    build_keys(t, s, p, pool_tokens, stage);
+    find_cut(t, c, s, p);
+    write_kept(t, c, s, p);
     crew_sync(c); /* nobody leaves while others read its shared memory */
 }
 
@@ -477,13 +488,21 @@ __global__ void __launch_bounds__(threads)
 struct shape {
     uint32_t cluster;
     uint32_t n_teams;
+    uint32_t pool_tokens;
     size_t shared_bytes;
 };
 
+size_t shared_bytes_of(uint32_t pool_tokens, uint32_t key_tokens)
+{
+    return sizeof(shared_state) + (pool_tokens + DKV_KERNEL_MAX + 1) * sizeof(float) +
+           key_tokens * sizeof(unsigned long long);
+}
+
+/* Keys that fit into one block's shared memory, pooled in pieces if need be. */
 uint32_t shared_tokens(const dkv_cu_device *device)
 {
-    return static_cast<uint32_t>((device->shared_bytes_max - sizeof(shared_state)) /
-                                 sizeof(unsigned long long)) &
+    const size_t fixed = shared_bytes_of(min_pool_tokens, 0);
+    return static_cast<uint32_t>((device->shared_bytes_max - fixed) / sizeof(unsigned long long)) &
            ~31u;
 }
 
@@ -529,7 +548,7 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
         longest = block.n_valid > longest ? block.n_valid : longest;
         n_long += block.n_valid > alone_tokens;
     }
-    shape s = {1, 0, 0};
+    shape s = {1, 0, min_pool_tokens, 0};
     const uint32_t fits = shared_tokens(device) < block_tokens ? shared_tokens(device)
                                                                : block_tokens;
     while (s.cluster < device->cluster_max && longest > alone_tokens &&
@@ -537,29 +556,40 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
             (block_share(longest, s.cluster) > 2048 &&
              n_long * s.cluster * 2 <= static_cast<uint32_t>(device->multiprocessors))))
         s.cluster *= 2;
+    uint32_t keys = 0;
     uint32_t tokens = 0;
     for (uint32_t u = 0; u < wave->n_units; u++) {
         const dkv_cu_block &block = block_of(wave, u);
         const bool spread = s.cluster > 1 && block.n_valid > alone_tokens;
         const uint32_t share = block_share(block.n_valid, spread ? s.cluster : 1);
-        if (!wave->units_host[u].keys && share > tokens)
-            tokens = share;
+        tokens = share > tokens ? share : tokens;
+        if (!wave->units_host[u].keys && share > keys)
+            keys = share;
     }
+    while (s.pool_tokens < tokens && s.pool_tokens < block_tokens &&
+           shared_bytes_of(2 * s.pool_tokens, keys) <=
+               static_cast<size_t>(device->shared_bytes_max))
+        s.pool_tokens *= 2;
     s.n_teams = make_teams(wave, s.cluster, nullptr);
-    s.shared_bytes = sizeof(shared_state) + tokens * sizeof(unsigned long long);
+    s.shared_bytes = shared_bytes_of(s.pool_tokens, keys);
     return s;
 }
 
+/* `attributes` has room for two. The kernel may be scheduled while the scorer's last blocks still
+ * run: it waits for them itself. */
 cudaLaunchConfig_t launch_config(uint32_t n_blocks, uint32_t cluster,
-                                 cudaLaunchAttribute *attribute)
+                                 cudaLaunchAttribute *attributes)
 {
-    *attribute = {};
-    attribute->id = cudaLaunchAttributeClusterDimension;
-    attribute->val.clusterDim = {cluster, 1, 1};
+    attributes[0] = {};
+    attributes[0].id = cudaLaunchAttributeClusterDimension;
+    attributes[0].val.clusterDim = {cluster, 1, 1};
+    attributes[1] = {};
+    attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(n_blocks);
     config.blockDim = dim3(threads);
-    config.attrs = attribute;
+    config.attrs = attributes;
     config.numAttrs = cluster > 1 ? 1 : 0;
     return config;
 }
@@ -576,12 +606,13 @@ extern "C" cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device)
     device->cluster_max = 1;
     if (error != cudaSuccess || attributes.ptxVersion < 90) /* code without cluster barriers */
         return error;
+    device->waits_for_scores = true;
     error = cudaFuncSetAttribute(select_tokens, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     for (uint32_t size = max_cluster; error == cudaSuccess && size > 1; size /= 2) {
         int fit = 0;
-        const size_t shared = sizeof(shared_state) + block_tokens * sizeof(unsigned long long);
-        cudaLaunchAttribute attribute;
-        cudaLaunchConfig_t config = launch_config(size, size, &attribute);
+        const size_t shared = shared_bytes_of(block_tokens, block_tokens);
+        cudaLaunchAttribute attributes[2];
+        cudaLaunchConfig_t config = launch_config(size, size, attributes);
         config.dynamicSmemBytes = shared < static_cast<size_t>(device->shared_bytes_max)
                                       ? shared
                                       : device->shared_bytes_max;
@@ -617,10 +648,14 @@ extern "C" cudaError_t dkv_cu_select_launch(const struct dkv_cu_device *device,
                                             const void *extra_device, cudaStream_t stream)
 {
     const shape s = shape_of(device, wave);
-    cudaLaunchAttribute attribute;
-    cudaLaunchConfig_t config = launch_config(s.n_teams * s.cluster, s.cluster, &attribute);
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config = launch_config(s.n_teams * s.cluster, s.cluster, attributes);
+    if (device->waits_for_scores) {
+        config.attrs = attributes + (s.cluster > 1 ? 0 : 1);
+        config.numAttrs = s.cluster > 1 ? 2 : 1;
+    }
     config.dynamicSmemBytes = s.shared_bytes;
     config.stream = stream;
     return cudaLaunchKernelEx(&config, select_tokens, wave->blocks, wave->units,
-                              static_cast<const team *>(extra_device), s.cluster);
+                              static_cast<const team *>(extra_device), s.cluster, s.pool_tokens);
 }

@@ -1,11 +1,13 @@
 /* Host tensors on their way to the device.
  *
- * The rows of one head are gathered into pinned chunks, each queued as one copy, so that the CPU
- * fills a chunk while the copy engine empties those before it. Memory that is pinned already, and
- * not paged, is copied from where it is. Page tables are read and checked here, entry by entry.
+ * Rows are gathered into pinned chunks, one copy each. Chunks are filled by a few threads, a group
+ * at a time, while the copy engine empties the group before it: one thread's memcpy() is several
+ * times slower than the bus. Memory that is pinned already, and not paged, is copied from where it
+ * is. Page tables are read and checked here, entry by entry; a bad one fails the job's item.
  */
 #include <string.h>
 
+#include "kernels/cpu/threads.h"
 #include "kernels/cuda/host.h"
 
 enum { TABLE_WINDOW = 512 };
@@ -90,33 +92,18 @@ static enum dkv_status next_chunk(struct dkv_cu_engine *engine, struct dkv_cu_ch
     return dkv_cu_check(engine, cudaEventSynchronize(chunk->copied), "staging host memory", err);
 }
 
-static enum dkv_status send_chunk(struct dkv_cu_engine *engine, struct dkv_cu_chunk *chunk,
-                                  void *to_device, size_t bytes, struct dkv_error *err)
+static enum dkv_status send_chunk(struct dkv_cu_engine *engine, const struct dkv_cu_stage_job *job,
+                                  struct dkv_error *err)
 {
-    enum dkv_status status = dkv_cu_check(
-        engine,
-        cudaMemcpyAsync(to_device, chunk->memory, bytes, cudaMemcpyHostToDevice, engine->copies),
-        "staging host memory", err);
+    enum dkv_status status = dkv_cu_check(engine,
+                                          cudaMemcpyAsync(job->to_device, job->chunk->memory,
+                                                          job->bytes, cudaMemcpyHostToDevice,
+                                                          engine->copies),
+                                          "staging host memory", err);
     if (status == DKV_OK)
-        status = dkv_cu_check(engine, cudaEventRecord(chunk->copied, engine->copies),
+        status = dkv_cu_check(engine, cudaEventRecord(job->chunk->copied, engine->copies),
                               "recording an event", err);
-    chunk->in_use = status == DKV_OK;
-    return status;
-}
-
-enum dkv_status dkv_cu_stage_bytes(struct dkv_cu_engine *engine, const void *from, size_t bytes,
-                                   void *to_device, struct dkv_error *err)
-{
-    enum dkv_status status = DKV_OK;
-    for (size_t at = 0; at < bytes && status == DKV_OK; at += DKV_CU_CHUNK_BYTES) {
-        const size_t left = bytes - at;
-        const size_t now = left < DKV_CU_CHUNK_BYTES ? left : DKV_CU_CHUNK_BYTES;
-        struct dkv_cu_chunk *chunk;
-        if ((status = next_chunk(engine, &chunk, err)) != DKV_OK)
-            break;
-        memcpy(chunk->memory, (const unsigned char *)from + at, now);
-        status = send_chunk(engine, chunk, (unsigned char *)to_device + at, now, err);
-    }
+    job->chunk->in_use = status == DKV_OK;
     return status;
 }
 
@@ -142,37 +129,114 @@ static void gather_rows(unsigned char *to, const unsigned char *from, uint64_t c
         memcpy(to + i * row_bytes, from + i * stride, row_bytes);
 }
 
-/* Fills a chunk with rows `token`..`end`-1. */
-static enum dkv_status gather(struct dkv_cu_engine *engine, struct table_reader *reader,
-                              const unsigned char *head, size_t row_bytes, uint64_t token,
-                              uint64_t end, unsigned char *to, struct dkv_error *err)
+/* Fills the job's chunk. */
+static enum dkv_status fill(struct dkv_cu_engine *engine, const struct dkv_cu_stage_job *job,
+                            struct dkv_error *err)
 {
-    const struct dkv_cu_source *source = reader->source;
+    const struct dkv_cu_source *source = &job->source;
     const struct dkv_view *view = source->view;
-    const size_t stride = (size_t)view->token_stride;
-    const uint64_t page_tokens = source->page_tokens;
-    if (page_tokens == 0) {
-        gather_rows(to, head + token * stride, end - token, row_bytes, stride);
+    unsigned char *to = job->chunk->memory;
+    if (view == NULL) { /* plain bytes */
+        memcpy(to, job->from, job->bytes);
         return DKV_OK;
     }
-    while (token < end) {
+    struct table_reader reader = {.source = source};
+    const size_t row_bytes = source->dims * dkv_dtype_bytes(view->dtype);
+    const size_t stride = (size_t)view->token_stride;
+    const uint64_t page_tokens = source->page_tokens;
+    uint64_t token = source->first_token;
+    if (page_tokens == 0) {
+        gather_rows(to, job->from + token * stride, source->n_tokens - token, row_bytes, stride);
+        return DKV_OK;
+    }
+    while (token < source->n_tokens) {
         const uint64_t slot = token % page_tokens;
         const uint64_t in_page = page_tokens - slot;
-        const uint64_t count = in_page < end - token ? in_page : end - token;
+        const uint64_t left = source->n_tokens - token;
+        const uint64_t count = in_page < left ? in_page : left;
         uint64_t page = 0;
-        const enum dkv_status status = page_of(engine, reader, token / page_tokens, &page, err);
+        const enum dkv_status status = page_of(engine, &reader, token / page_tokens, &page, err);
         if (status != DKV_OK)
             return status;
-        gather_rows(to, head + page * (uint64_t)view->page_stride + slot * stride, count, row_bytes,
-                    stride);
+        gather_rows(to, job->from + page * (uint64_t)view->page_stride + slot * stride, count,
+                    row_bytes, stride);
         to += count * row_bytes;
         token += count;
     }
     return DKV_OK;
 }
 
-enum dkv_status dkv_cu_stage_head(struct dkv_cu_engine *engine, const struct dkv_cu_source *source,
-                                  uint32_t head, unsigned char *to_device, struct dkv_error *err)
+static void fill_task(void *context, size_t task, unsigned thread)
+{
+    struct dkv_cu_engine *engine = context;
+    struct dkv_cu_stage_job *job = &engine->jobs[task];
+    (void)thread;
+    job->error.status = fill(engine, job, &job->error);
+}
+
+/* A table in device memory is read through the engine's own thread. */
+static bool needs_device(const struct dkv_cu_stage_job *job)
+{
+    return job->source.table != NULL && job->source.table->place == DKV_PLACE_DEVICE;
+}
+
+enum dkv_status dkv_cu_stage_flush(struct dkv_cu_engine *engine, struct dkv_error *err)
+{
+    const unsigned n = engine->n_jobs;
+    bool parallel = n > 1;
+    enum dkv_status status = DKV_OK;
+    engine->n_jobs = 0;
+    for (unsigned i = 0; i < n && status == DKV_OK; i++) {
+        status = next_chunk(engine, &engine->jobs[i].chunk, err);
+        parallel = parallel && !needs_device(&engine->jobs[i]);
+    }
+    if (status != DKV_OK)
+        return status;
+    if (parallel)
+        dkv_threads_run(engine->crew, fill_task, engine, n);
+    else
+        for (unsigned i = 0; i < n; i++)
+            fill_task(engine, i, 0);
+    for (unsigned i = 0; i < n && status == DKV_OK; i++) {
+        const struct dkv_cu_stage_job *job = &engine->jobs[i];
+        if (job->error.status == DKV_OK)
+            status = send_chunk(engine, job, err);
+        else if (engine->lost)
+            status = dkv_error_set(err, job->error.status, "%s", job->error.text);
+        else
+            dkv_cu_fail_item(job->item, &job->error);
+    }
+    return status;
+}
+
+static enum dkv_status add_job(struct dkv_cu_engine *engine, const struct dkv_cu_stage_job *job,
+                               struct dkv_error *err)
+{
+    engine->jobs[engine->n_jobs++] = *job;
+    return engine->n_jobs < DKV_CU_JOBS ? DKV_OK : dkv_cu_stage_flush(engine, err);
+}
+
+enum dkv_status dkv_cu_stage_bytes(struct dkv_cu_engine *engine, struct dkv_item *item,
+                                   const void *from, size_t bytes, void *to_device,
+                                   struct dkv_error *err)
+{
+    enum dkv_status status = DKV_OK;
+    for (size_t at = 0; at < bytes && status == DKV_OK; at += DKV_CU_CHUNK_BYTES) {
+        const size_t left = bytes - at;
+        const struct dkv_cu_stage_job job = {
+            .item = item,
+            .from = (const unsigned char *)from + at,
+            .bytes = left < DKV_CU_CHUNK_BYTES ? left : DKV_CU_CHUNK_BYTES,
+            .to_device = (unsigned char *)to_device + at,
+        };
+        status = add_job(engine, &job, err);
+    }
+    return status;
+}
+
+enum dkv_status dkv_cu_stage_head(struct dkv_cu_engine *engine, struct dkv_item *item,
+                                  const struct dkv_cu_source *source, uint32_t head,
+                                  unsigned char *to_device, struct dkv_error *err)
 {
     const struct dkv_view *view = source->view;
     const size_t row_bytes = source->dims * dkv_dtype_bytes(view->dtype);
@@ -187,19 +251,18 @@ enum dkv_status dkv_cu_stage_head(struct dkv_cu_engine *engine, const struct dkv
                                               cudaMemcpyHostToDevice, engine->copies),
                             "copying pinned host memory", err);
 
-    struct table_reader reader = {.source = source};
     const uint64_t per_chunk = DKV_CU_CHUNK_BYTES / row_bytes;
     enum dkv_status status = DKV_OK;
-    for (uint64_t token = source->first_token; token < source->n_tokens; token += per_chunk) {
+    for (uint64_t token = source->first_token; token < source->n_tokens && status == DKV_OK;
+         token += per_chunk) {
         const uint64_t left = source->n_tokens - token;
-        const uint64_t count = left < per_chunk ? left : per_chunk;
-        struct dkv_cu_chunk *chunk;
-        if ((status = next_chunk(engine, &chunk, err)) != DKV_OK ||
-            (status = gather(engine, &reader, from, row_bytes, token, token + count, chunk->memory,
-                             err)) != DKV_OK ||
-            (status = send_chunk(engine, chunk, to_device, count * row_bytes, err)) != DKV_OK)
-            return status;
-        to_device += count * row_bytes;
+        struct dkv_cu_stage_job job = {
+            .source = *source, .item = item, .from = from, .to_device = to_device};
+        job.source.first_token = token;
+        job.source.n_tokens = token + (left < per_chunk ? left : per_chunk);
+        job.bytes = (job.source.n_tokens - token) * row_bytes;
+        to_device += job.bytes;
+        status = add_job(engine, &job, err);
     }
     return status;
 }

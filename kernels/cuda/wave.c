@@ -169,7 +169,7 @@ static struct need need_of(const struct dkv_cu_engine *engine, const struct dkv_
         .io_down = dkv_cu_align(desc->keep * sizeof(int32_t)),
     };
     if (dkv_cu_select_needs_keys(&engine->device, desc->n_valid))
-        need.scratch += dkv_cu_align(n * sizeof(unsigned long long));
+        need.scratch += dkv_cu_align((n + 4) * sizeof(unsigned long long));
     if (desc->nonfinite == DKV_NONFINITE_MASK)
         need.scratch += dkv_cu_align((n + 31) / 32 * sizeof(unsigned));
     if (item->scores_out != NULL)
@@ -228,9 +228,10 @@ static void *stage_take(struct dkv_cu_engine *engine, size_t bytes)
 }
 
 static enum dkv_status place_table(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
-                                   const struct dkv_block *block, bool of_values,
-                                   struct dkv_cu_rows *rows, struct dkv_error *err)
+                                   struct dkv_item *item, bool of_values, struct dkv_cu_rows *rows,
+                                   struct dkv_error *err)
 {
+    const struct dkv_block *block = item->block;
     const struct dkv_page_table *table = table_of(block, of_values);
     const struct dkv_view *view = of_values ? &block->value : &block->key;
     if (table == NULL || on_host(view))
@@ -245,7 +246,7 @@ static enum dkv_status place_table(struct dkv_cu_engine *engine, struct dkv_cu_s
     if (is_uploaded(view, table)) {
         void *copy = stage_take(engine, bytes);
         rows->table = copy;
-        return dkv_cu_stage_bytes(engine, table->entries, bytes, copy, err);
+        return dkv_cu_stage_bytes(engine, item, table->entries, bytes, copy, err);
     }
     rows->table = table->entries;
     if ((uintptr_t)table->entries % table->entry_bytes == 0)
@@ -259,7 +260,7 @@ static enum dkv_status place_table(struct dkv_cu_engine *engine, struct dkv_cu_s
 }
 
 static enum dkv_status add_block(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
-                                 const struct dkv_item *item, const struct dkv_cu_block *desc,
+                                 struct dkv_item *item, const struct dkv_cu_block *desc,
                                  unsigned char scorer, struct dkv_error *err)
 {
     struct dkv_cu_builder *b = engine->builder;
@@ -267,14 +268,14 @@ static enum dkv_status add_block(struct dkv_cu_engine *engine, struct dkv_cu_slo
     *block = *desc;
     b->scorer[b->n_blocks] = scorer;
     b->n_blocks++;
-    enum dkv_status status = place_table(engine, slot, item->block, false, &block->k, err);
+    enum dkv_status status = place_table(engine, slot, item, false, &block->k, err);
     if (status == DKV_OK)
-        status = place_table(engine, slot, item->block, true, &block->v, err);
+        status = place_table(engine, slot, item, true, &block->v, err);
     return status;
 }
 
 /* The rows of one head of keys or values: in place, or staged. */
-static enum dkv_status place_rows(struct dkv_cu_engine *engine, const struct dkv_item *item,
+static enum dkv_status place_rows(struct dkv_cu_engine *engine, struct dkv_item *item,
                                   bool of_values, const struct dkv_cu_rows *rows, uint32_t head,
                                   const unsigned char **out, struct dkv_error *err)
 {
@@ -297,7 +298,7 @@ static enum dkv_status place_rows(struct dkv_cu_engine *engine, const struct dkv
     };
     unsigned char *to = stage_take(engine, (size_t)rows->token_stride * item->plan->n_valid);
     *out = to - block->valid_from * (uint64_t)rows->token_stride;
-    return dkv_cu_stage_head(engine, &source, head, to, err);
+    return dkv_cu_stage_head(engine, item, &source, head, to, err);
 }
 
 static void place_query(const struct dkv_item *item, const struct dkv_cu_block *desc,
@@ -356,7 +357,7 @@ static enum dkv_status add_unit(struct dkv_cu_engine *engine, struct dkv_cu_slot
                                 struct dkv_error *err)
 {
     struct dkv_cu_builder *b = engine->builder;
-    const struct dkv_item *item = &slot->items[item_index];
+    struct dkv_item *item = &slot->items[item_index];
     const struct dkv_cu_block *desc = &b->blocks[b->n_blocks - 1];
     const size_t n = desc->n_valid;
     struct dkv_cu_unit *unit = &b->units[b->n_units];
@@ -370,7 +371,7 @@ static enum dkv_status add_unit(struct dkv_cu_engine *engine, struct dkv_cu_slot
     unit->work = dkv_cu_take(&engine->scratch,
                              dkv_cu_scorers[b->scorer[unit->block]]->unit_bytes(desc));
     if (dkv_cu_select_needs_keys(&engine->device, desc->n_valid))
-        unit->keys = dkv_cu_take(&engine->scratch, n * sizeof(unsigned long long));
+        unit->keys = dkv_cu_take(&engine->scratch, (n + 4) * sizeof(unsigned long long));
     if (desc->nonfinite == DKV_NONFINITE_MASK)
         unit->mask = dkv_cu_take(&engine->scratch, (n + 31) / 32 * sizeof(unsigned));
     place_query(item, desc, slot, head, unit);
@@ -381,10 +382,6 @@ static enum dkv_status add_unit(struct dkv_cu_engine *engine, struct dkv_cu_slot
     enum dkv_status status = place_rows(engine, item, false, &desc->k, head, &unit->k, err);
     if (status == DKV_OK)
         status = place_rows(engine, item, true, &desc->v, head, &unit->v, err);
-    if (status != DKV_OK) { /* its copies may be queued, but nobody will read them */
-        b->n_units--;
-        b->result_bytes -= need->io_down;
-    }
     return status;
 }
 
@@ -497,7 +494,7 @@ static void fill_lists(struct dkv_cu_engine *engine, const struct dkv_cu_wave *w
 static enum dkv_status mark(struct dkv_cu_engine *engine, enum dkv_cu_mark moment,
                             struct dkv_error *err)
 {
-    if (!engine->timed)
+    if (!engine->timed || (moment == DKV_CU_MARK_SCORED && !engine->split))
         return DKV_OK;
     return dkv_cu_check(engine, cudaEventRecord(engine->marks[moment], engine->stream),
                         "recording an event", err);
@@ -534,8 +531,10 @@ static enum dkv_status await_staged(struct dkv_cu_engine *engine, struct dkv_err
     struct dkv_cu_half *half = &engine->halves[engine->half];
     if (!half->dirty)
         return DKV_OK;
-    enum dkv_status status = dkv_cu_check(engine, cudaEventRecord(half->filled, engine->copies),
-                                          "recording an event", err);
+    enum dkv_status status = dkv_cu_stage_flush(engine, err);
+    if (status == DKV_OK)
+        status = dkv_cu_check(engine, cudaEventRecord(half->filled, engine->copies),
+                              "recording an event", err);
     if (status == DKV_OK)
         status = dkv_cu_check(engine, cudaStreamWaitEvent(engine->stream, half->filled, 0),
                               "waiting for an event", err);
@@ -603,6 +602,7 @@ static enum dkv_status launch_wave(struct dkv_cu_engine *engine, struct dkv_cu_s
         (status = turn_halves(engine, err)) != DKV_OK)
         return status;
     slot->n_pending += b->n_units;
+    engine->wave_scratch = engine->scratch.used;
     status = dkv_cu_check(engine, cudaEventRecord(slot->done, engine->stream), "recording an event",
                           err);
     begin_wave(engine, slot);
@@ -658,15 +658,15 @@ static enum dkv_status run_item(struct dkv_cu_engine *engine, struct dkv_cu_slot
             break;
         }
         if (my_block == UINT32_MAX || b->n_blocks == 0 || my_block != b->n_blocks - 1) {
-            status = add_block(engine, slot, item, &desc, scorer, &why);
+            status = add_block(engine, slot, item, &desc, scorer, err);
             my_block = b->n_blocks - 1;
         }
         if (status == DKV_OK)
-            status = add_unit(engine, slot, index, head, &need, &why);
-        if (engine->lost)
-            return dkv_error_set(err, why.status, "%s", why.text);
+            status = add_unit(engine, slot, index, head, &need, err);
         if (status != DKV_OK)
-            break;
+            return status;
+        if (item->status != DKV_OK) /* a bad table entry: the other heads have it too */
+            return DKV_OK;
     }
     if (why.status != DKV_OK)
         dkv_cu_fail_item(item, &why);

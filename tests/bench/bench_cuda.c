@@ -4,7 +4,8 @@
  * that are used in turn and together exceed the L2 cache. Times are device time between events,
  * taken behind a delay that lets the host queue everything first, as the medians of many runs:
  *
- *   read     one plain read of all bytes of K and V
+ *   read     one plain read of all bytes of K and V; for K and V on the host, one copy of as many
+ *            bytes from pinned memory, to be compared with wall
  *   scores   scoring kernels           keep   scoring and selection: kept indices on the device
  *   all      also upload of the work list and download of the indices
  *
@@ -30,7 +31,7 @@
 
 enum { MAX_BLOCKS = 128, MAX_SETS = 24, MAX_RUNS = 201 };
 
-enum layout { CONTIGUOUS, PAGE16_PACKED, PAGE1_SLOTS };
+enum layout { CONTIGUOUS, PAGE16_PACKED, PAGE1_SLOTS, ON_HOST };
 
 struct shape {
     const char *name;
@@ -60,11 +61,14 @@ static const struct shape shapes[] = {
     {"batch-128x1k", 32, 8, 128, 8, DKV_BF16, CONTIGUOUS, 128, 1024},
     {"batch-8x16k", 32, 8, 128, 8, DKV_BF16, CONTIGUOUS, 8, 16384},
     {"batch-mixed", 32, 8, 128, 8, DKV_BF16, CONTIGUOUS, 24, 0},
+    {"llama-32k-host", 32, 8, 128, 8, DKV_BF16, ON_HOST, 1, 32768},
+    {"batch-32x4k-host", 32, 8, 128, 8, DKV_BF16, ON_HOST, 32, 4096},
 };
 
 /* One copy of a case's tensors. */
 struct set {
-    unsigned char *cache; /* K and V of all blocks */
+    unsigned char *cache;      /* K and V of all blocks */
+    unsigned char *host_cache; /* the same on the host, if that is where the case has them */
     unsigned char *query;
     int32_t *table; /* one for all blocks: they have the same pages */
     struct dkv_block blocks[MAX_BLOCKS];
@@ -78,6 +82,7 @@ struct bench {
     cudaStream_t stream;
     int multiprocessors;
     size_t l2_bytes;
+    enum dkv_status (*time_stages)(struct dkv_engine *, bool, struct dkv_error *);
     enum dkv_status (*stage_times)(struct dkv_engine *, float *, struct dkv_error *);
     struct dkv_params params;
     size_t cache_bytes;
@@ -123,7 +128,7 @@ static void describe(const struct bench *bench, const struct shape *shape, struc
 {
     const uint64_t element = dkv_dtype_bytes(shape->dtype);
     const uint64_t row = shape->head_dim * element;
-    unsigned char *cache = set->cache;
+    unsigned char *cache = set->host_cache != NULL ? set->host_cache : set->cache;
     unsigned char *query = set->query;
     for (unsigned i = 0; i < shape->n_blocks; i++) {
         const uint64_t n = tokens_of(shape, i);
@@ -140,8 +145,10 @@ static void describe(const struct bench *bench, const struct shape *shape, struc
             .key = dkv_view_dense(cache, side, shape->dtype, n, shape->head_dim),
             .value = dkv_view_dense(cache + side, side, shape->dtype, n, shape->head_dim),
         };
-        block->query.place = block->key.place = block->value.place = DKV_PLACE_DEVICE;
-        if (shape->layout != CONTIGUOUS) {
+        block->query.place = DKV_PLACE_DEVICE;
+        block->key.place = block->value.place = shape->layout == ON_HOST ? DKV_PLACE_HOST
+                                                                         : DKV_PLACE_DEVICE;
+        if (shape->layout == PAGE16_PACKED || shape->layout == PAGE1_SLOTS) {
             const bool packed = shape->layout == PAGE16_PACKED;
             struct dkv_view *views[] = {&block->key, &block->value};
             block->page_tokens = packed ? 16 : 1;
@@ -228,13 +235,19 @@ static void make_sets(struct bench *bench, const struct shape *shape)
     for (unsigned s = 0; s < bench->n_sets; s++) {
         struct set *set = &bench->sets[s];
         set->table = NULL;
+        set->host_cache = NULL;
         must(cudaMalloc((void **)&set->cache, bench->cache_bytes));
         must(cudaMalloc((void **)&set->query, bench->query_bytes));
         must(bench_fill(set->cache, bench->cache_bytes / dkv_dtype_bytes(shape->dtype),
                         shape->dtype, (uint32_t)time(NULL) + 7 * s));
         must(bench_fill(set->query, bench->query_bytes / 2, DKV_BF16,
                         (uint32_t)time(NULL) + 7 * s + 3));
-        if (shape->layout != CONTIGUOUS) {
+        if (shape->layout == ON_HOST) { /* pageable, as a caller's is */
+            unsigned char *host = must_alloc(bench->cache_bytes);
+            must(cudaMemcpy(host, set->cache, bench->cache_bytes, cudaMemcpyDeviceToHost));
+            set->host_cache = host;
+        }
+        if (shape->layout == PAGE16_PACKED || shape->layout == PAGE1_SLOTS) {
             const uint32_t entries = shape->n_tokens / (shape->layout == PAGE16_PACKED ? 16 : 1);
             int32_t *table = random_table(entries);
             must(cudaMalloc((void **)&set->table, entries * sizeof(*table)));
@@ -250,6 +263,7 @@ static void make_sets(struct bench *bench, const struct shape *shape)
 static void free_sets(struct bench *bench)
 {
     for (unsigned s = 0; s < bench->n_sets; s++) {
+        free(bench->sets[s].host_cache);
         must(cudaFree(bench->sets[s].cache));
         must(cudaFree(bench->sets[s].query));
         must(cudaFree(bench->sets[s].table));
@@ -276,7 +290,12 @@ static float read_once(struct bench *bench)
 {
     float times[MAX_RUNS];
     uint32_t *sink;
+    void *pinned = NULL;
     cudaEvent_t start, end;
+    if (bench->sets[0].host_cache != NULL) {
+        must(cudaMallocHost(&pinned, bench->cache_bytes));
+        memset(pinned, 1, bench->cache_bytes);
+    }
     must(cudaMalloc((void **)&sink, sizeof(*sink)));
     must(cudaEventCreate(&start));
     must(cudaEventCreate(&end));
@@ -285,8 +304,12 @@ static float read_once(struct bench *bench)
         float ms;
         must(bench_delay(bench->stream));
         must(cudaEventRecord(start, bench->stream));
-        must(bench_read_once(set->cache, bench->cache_bytes, sink, bench->multiprocessors,
-                             bench->stream));
+        if (set->host_cache != NULL) /* the bus is what bounds it */
+            must(cudaMemcpyAsync(set->cache, pinned, bench->cache_bytes, cudaMemcpyHostToDevice,
+                                 bench->stream));
+        else
+            must(bench_read_once(set->cache, bench->cache_bytes, sink, bench->multiprocessors,
+                                 bench->stream));
         must(cudaEventRecord(end, bench->stream));
         must(cudaStreamSynchronize(bench->stream));
         must(cudaEventElapsedTime(&ms, start, end));
@@ -296,6 +319,7 @@ static float read_once(struct bench *bench)
     must(cudaEventDestroy(start));
     must(cudaEventDestroy(end));
     must(cudaFree(sink));
+    must(cudaFreeHost(pinned));
     return median(times, bench->runs);
 }
 
@@ -324,17 +348,22 @@ static struct figures score(struct bench *bench, const struct shape *shape)
 {
     float scores[MAX_RUNS], keep[MAX_RUNS], all[MAX_RUNS], wall[MAX_RUNS], us[4];
     struct dkv_error err;
-    for (unsigned i = 0; i < bench->runs + 3; i++) {
-        struct set *set = &bench->sets[i % bench->n_sets];
-        must(bench_delay(bench->stream));
-        run_items(bench, set->items, shape->n_blocks);
-        if (bench->stage_times(bench->engine, us, &err) != DKV_OK)
+    for (int split = 0; split < 2; split++) {
+        if (bench->time_stages(bench->engine, split, &err) != DKV_OK)
             die("times", err.text);
-        if (i < 3)
-            continue;
-        scores[i - 3] = us[1];
-        keep[i - 3] = us[1] + us[2];
-        all[i - 3] = us[0] + us[1] + us[2] + us[3];
+        for (unsigned i = 0; i < bench->runs + 3; i++) {
+            struct set *set = &bench->sets[i % bench->n_sets];
+            must(bench_delay(bench->stream));
+            run_items(bench, set->items, shape->n_blocks);
+            if (bench->stage_times(bench->engine, us, &err) != DKV_OK)
+                die("times", err.text);
+            if (i >= 3 && split) {
+                scores[i - 3] = us[1];
+            } else if (i >= 3) {
+                keep[i - 3] = us[1];
+                all[i - 3] = us[0] + us[1] + us[3];
+            }
+        }
     }
     for (unsigned i = 0; i < bench->runs; i++) {
         struct set *set = &bench->sets[i % bench->n_sets];
@@ -356,7 +385,7 @@ static void to_host(const struct dkv_block *from, struct dkv_block *to)
     *to = *from;
     for (int v = 0; v < (shared ? 2 : 3); v++) {
         void *copy = must_alloc(views[v]->bytes);
-        must(cudaMemcpy(copy, views[v]->base, views[v]->bytes, cudaMemcpyDeviceToHost));
+        must(cudaMemcpy(copy, views[v]->base, views[v]->bytes, cudaMemcpyDefault));
         views[v]->base = copy;
         views[v]->place = DKV_PLACE_HOST;
     }
@@ -444,7 +473,6 @@ static void open_engine(struct bench *bench)
     struct dkv_engine_info info;
     struct dkv_engine_config config = {0};
     struct cudaDeviceProp prop;
-    enum dkv_status (*time_stages)(struct dkv_engine *, struct dkv_error *);
     const char *name = getenv("DKV_GPU") != NULL ? getenv("DKV_GPU") : "cuda:0";
     if (dkv_engine_find(name, &bench->ops, &config.device, &err) != DKV_OK) {
         printf("skipped: %s\n", err.text);
@@ -464,10 +492,9 @@ static void open_engine(struct bench *bench)
     if (dladdr((const void *)(uintptr_t)bench->ops, &where) == 0)
         die("module", "not found");
     void *module = dlopen(where.dli_fname, RTLD_NOW | RTLD_NOLOAD);
-    *(void **)&time_stages = dlsym(module, "dkv_cuda_time_stages");
+    *(void **)&bench->time_stages = dlsym(module, "dkv_cuda_time_stages");
     *(void **)&bench->stage_times = dlsym(module, "dkv_cuda_stage_times");
-    if (time_stages == NULL || bench->stage_times == NULL ||
-        time_stages(bench->engine, &err) != DKV_OK)
+    if (bench->time_stages == NULL || bench->stage_times == NULL)
         die("module", "has no timing");
     bench->ops->info(bench->engine, &info);
     printf("%s, %s, L2 %.1f MB\n", info.backend, info.device, (double)bench->l2_bytes / 1e6);

@@ -20,6 +20,7 @@ enum { BATCH = 16 };
 
 struct trial {
     uint64_t seed;
+    double query_size;
     struct dkv_case dense;
     struct dkv_layout_choice choice;
     struct dkv_laid laid;
@@ -67,15 +68,17 @@ static struct dkv_shape random_shape(struct dkv_random *random)
     return shape;
 }
 
-static void random_params(struct dkv_case *c, struct dkv_random *random)
+static void random_params(struct dkv_case *c, double size, struct dkv_random *random)
 {
     static const char *const pools[] = {"max", "max", "avg", "none"};
     static const char *const kernels[] = {"11", "11", "7", "1", "3", "33", "127"};
     static const char *const windows[] = {"8", "8", "1", "4", "16", "32"};
     static const char *const ratios[] = {"0.05", "0.1", "0.5", "0.9"};
     static const char *const gqas[] = {"mean", "mean", "max", "sum"};
+    /* Averages of windows that hold all tokens are equal but for rounding; no order to compare. */
+    const uint64_t n = c->block.n_tokens - c->block.valid_from;
     dkv_case_param(c, "pool", pick(random, pools, 4));
-    dkv_case_param(c, "kernel", pick(random, kernels, 7));
+    dkv_case_param(c, "kernel", pick(random, kernels, n > 260 ? 7 : n > 20 ? 5 : 4));
     dkv_case_param(c, "window", pick(random, windows, 6));
     dkv_case_param(c, "keep_ratio", pick(random, ratios, 4));
     dkv_case_param(c, "gqa", pick(random, gqas, 4));
@@ -85,7 +88,7 @@ static void random_params(struct dkv_case *c, struct dkv_random *random)
         dkv_case_param(c, "pool_scope", "prefix");
     if (dkv_random_once_in(random, 5))
         dkv_case_param(c, "logit_softcap", "20");
-    if (dkv_random_once_in(random, 6))
+    if (size == 1 && dkv_random_once_in(random, 6))
         dkv_case_param(c, "eps", "1e-3");
     if (dkv_random_once_in(random, 4))
         dkv_case_param(c, "recent", "2");
@@ -117,7 +120,8 @@ static void make_trial(struct trial *trial, uint64_t seed)
     struct dkv_case *c = &trial->dense;
     *trial = (struct trial){.seed = seed};
     dkv_case_init(c, random_shape(&random));
-    dkv_case_fill(c, DKV_QUERY, &random, dkv_random_once_in(&random, 4) ? 4 : 1);
+    trial->query_size = dkv_random_once_in(&random, 4) ? 4 : 1;
+    dkv_case_fill(c, DKV_QUERY, &random, trial->query_size);
     dkv_case_fill(c, DKV_KEY, &random, size_for(c->block.key.dtype));
     dkv_case_fill(c, DKV_VALUE, &random, size_for(c->block.value.dtype));
     if (c->block.key.dtype == DKV_F8_E4M3 || c->block.key.dtype == DKV_F8_E5M2) {
@@ -126,14 +130,15 @@ static void make_trial(struct trial *trial, uint64_t seed)
     }
     if (c->block.n_tokens > 4 && dkv_random_once_in(&random, 4))
         c->block.valid_from = dkv_random_range(&random, 1, c->block.n_tokens / 2);
-    if (dkv_random_once_in(&random, 3))
+    random_params(c, trial->query_size, &random);
+    /* With eps > 0 the published form is all cancellation where p is near 1: nothing to compare. */
+    if (!dkv_params_has(&c->params, DKV_PARAM_EPS) && dkv_random_once_in(&random, 3))
         add_sink(c, &random);
     if (dkv_random_once_in(&random, 6)) {
         c->block.sink_logits = c->sink_logits;
         for (uint32_t h = 0; h < c->block.q_heads; h++)
             c->sink_logits[h] = (float)(2 * dkv_random_normal(&random));
     }
-    random_params(c, &random);
     if (c->params.nonfinite == DKV_NONFINITE_MASK)
         for (uint64_t i = 0; i < 1 + c->block.n_tokens / 50; i++)
             dkv_case_set(c, dkv_random_once_in(&random, 2) ? DKV_KEY : DKV_VALUE,
@@ -199,13 +204,21 @@ static void check_selection(struct tally *tally, const struct trial *trial, void
     free(flags);
 }
 
+/* An error of a logit is twice that of its score, and grows with the logits themselves. */
+static struct dkv_tolerance tolerance_of(const struct trial *trial)
+{
+    struct dkv_tolerance t = dkv_tolerance_of("cuda", trial->dense.block.key.dtype);
+    t.median *= trial->query_size;
+    return t;
+}
+
 /* A quick look at the scores alone. */
 static struct dkv_comparison against_cpu(const struct trial *trial,
                                          const struct dkv_case_answer *got,
                                          const struct dkv_scorer *cpu)
 {
     const struct dkv_block *b = &trial->dense.block;
-    const struct dkv_tolerance allowed = dkv_tolerance_of("cuda", b->key.dtype);
+    const struct dkv_tolerance allowed = tolerance_of(trial);
     struct dkv_comparison result = {.ok = false};
     struct dkv_case_answer other;
     dkv_case_run(&trial->dense, cpu, &other);
@@ -245,7 +258,7 @@ static void check_answer(struct tally *tally, const struct trial *trial,
         if (dkv_ref_run(b, &c->params, &c->plan, &want, &err) != DKV_OK) {
             fail(tally, trial, "reference", err.text);
         } else {
-            result = dkv_compare(c, &want, &got, dkv_tolerance_of("cuda", b->key.dtype));
+            result = dkv_compare(c, &want, &got, tolerance_of(trial));
             tally->against_reference++;
         }
         dkv_ref_answer_fini(&want);

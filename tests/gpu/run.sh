@@ -31,7 +31,29 @@ run() {
     [ $rc -eq 0 ] || { echo "FAILED ($rc): $*"; failed=1; }
 }
 
-run "$dir/bin/check_random" "$cases" 1
+# The reference is slow and on the CPU: several processes share the cases, and the GPU.
+jobs=$(nproc)
+[ "$jobs" -gt 12 ] && jobs=12
+echo "== check_random: $cases cases in $jobs processes"
+each=$(((cases + jobs - 1) / jobs))
+logs=$(mktemp -d)
+pids=
+for job in $(seq "$jobs"); do
+    "$dir/bin/check_random" "$each" $((job * 1000000)) 1 >"$logs/$job" 2>&1 &
+    pids="$pids $!"
+done
+for pid in $pids; do
+    wait "$pid"
+    rc=$?
+    [ $rc -eq 77 ] && { cat "$logs/1"; echo "no usable GPU"; exit 77; }
+    [ $rc -eq 0 ] || failed=1
+done
+grep -h -E "^seed|^batch|tests:" "$logs"/* | head -n 40
+grep -h "worst" "$logs"/* | sort | awk '{ m[$1] = m[$1] > $4+0 ? m[$1] : $4+0; x[$1] = x[$1] > $7+0 ? x[$1] : $7+0 }
+    END { for (t in m) print t, "worst median", m[t], "worst maximum", x[t] }'
+awk '/ cases: /{ c += $1; r += $3; e += $12; w += $14; b += $20; f += $(NF-1) }
+    END { print c, "cases,", f + 0, "failures" }' "$logs"/*
+rm -rf "$logs"
 for test in "$dir"/bin/test_gpu_*; do
     [ -x "$test" ] && run "$test"
 done
