@@ -1,30 +1,45 @@
 #!/bin/sh
-# What `meson install` puts down is enough to build and run a program: the example is compiled with
-# pkg-config against an installation in a scratch folder, and asks an endpoint where nobody listens.
+# What `meson install` puts down is enough to build and run programs: the examples are compiled with
+# pkg-config against an installation in a scratch folder, and ask a daemon, then nobody.
 #
-# usage: check_install.sh "CC..." BUILD_DIR ROOT [ENDPOINT]
+# usage: check_install.sh "CC..." "FLAGS..." BUILD_DIR ROOT DROPKVD
 set -eu
-cc=$1 build=$2 root=$3
+cc=$1 sanitize=$2 build=$3 root=$4 dropkvd=$5
 command -v pkg-config >/dev/null || { echo "skipped: no pkg-config"; exit 77; }
 scratch=$(mktemp -d)
-trap 'rm -rf "$scratch"' EXIT
+daemon=
+cleanup() {
+    [ -z "$daemon" ] || kill "$daemon" 2>/dev/null || true
+    rm -rf "$scratch"
+}
+trap cleanup EXIT
+
+fail() {
+    echo "$1"
+    [ -z "${2:-}" ] || cat "$2"
+    exit 1
+}
 
 DESTDIR=$scratch meson install -C "$build" --no-rebuild --quiet >"$scratch/install.log" 2>&1 ||
-    { cat "$scratch/install.log"; exit 1; }
+    fail "meson install failed" "$scratch/install.log"
 pc=$(find "$scratch" -name dropkv.pc)
 lib=$(dirname "$(find "$scratch" -name libdropkv.so)")
-[ -n "$pc" ] || { echo "dropkv.pc was not installed"; exit 1; }
+[ -n "$pc" ] || fail "dropkv.pc was not installed"
 [ "$(find "$scratch" -name '*.h' -path '*include*' | wc -l)" -eq 1 ] ||
-    { echo "dropkv.h is not the only installed header"; exit 1; }
+    fail "dropkv.h is not the only installed header"
 
 PKG_CONFIG_PATH=$(dirname "$pc") PKG_CONFIG_SYSROOT_DIR=$scratch
 export PKG_CONFIG_PATH PKG_CONFIG_SYSROOT_DIR
-# shellcheck disable=SC2046 # words
-$cc -std=c99 -Wall -Wextra -Werror "$root/client/examples/keep.c" -o "$scratch/keep" \
-    $(pkg-config --cflags --libs dropkv)
+flags="$sanitize $(pkg-config --cflags --libs dropkv)"
+for example in keep layers; do
+    # shellcheck disable=SC2086 # words
+    $cc -std=c99 -D_POSIX_C_SOURCE=200809L -Wall -Wextra -Werror "$root/client/examples/$example.c" \
+        -o "$scratch/$example" $flags
+done
 
-# C++ programs use the same header, initialisers included.
-if command -v c++ >/dev/null; then
+# C++ programs use the same header, initialisers included. (Sanitizers of another compiler would not
+# mix.)
+if [ -z "$sanitize" ] && command -v c++ >/dev/null; then
     cat >"$scratch/use.cc" <<'CC'
 #include <dropkv.h>
 int main()
@@ -36,15 +51,38 @@ int main()
     return request.struct_size == options.struct_size || dropkv_version_number() == 0;
 }
 CC
-    # shellcheck disable=SC2046 # words
-    c++ -std=c++11 -Wall -Wextra -Werror "$scratch/use.cc" -o "$scratch/use" \
-        $(pkg-config --cflags --libs dropkv)
+    # shellcheck disable=SC2086 # words
+    c++ -std=c++11 -Wall -Wextra -Werror "$scratch/use.cc" -o "$scratch/use" $flags
 fi
+
+# The daemon's log says where it listens.
+mkfifo "$scratch/log"
+"$dropkvd" --http 127.0.0.1:0 2>"$scratch/log" &
+daemon=$!
+port=
+exec 3<"$scratch/log"
+while [ -z "$port" ] && read -r line <&3; do
+    port=$(echo "$line" | sed -n 's/.*listening on .*, port \([0-9]*\)$/\1/p')
+done
+[ -n "$port" ] || fail "the daemon did not start"
 
 LD_LIBRARY_PATH=$lib
 export LD_LIBRARY_PATH
-code=0
-"$scratch/keep" http://127.0.0.1:1 2>"$scratch/said" || code=$?
-[ "$code" -eq 1 ] && grep -q 'could not connect' "$scratch/said" ||
-    { echo "the example ended with $code:"; cat "$scratch/said"; exit 1; }
-echo "install: the example builds with pkg-config and runs"
+"$scratch/keep" "http://127.0.0.1:$port" >"$scratch/kept" 2>&1 || fail "keep failed:" "$scratch/kept"
+grep -q '^KV head 0 keeps 64 of 2048 tokens:.* 1000 ' "$scratch/kept" ||
+    fail "keep did not find the needle:" "$scratch/kept"
+"$scratch/layers" "http://127.0.0.1:$port" >"$scratch/kept" 2>&1 ||
+    fail "layers failed:" "$scratch/kept"
+[ "$(grep -c 'keeps 51 of 1024 tokens' "$scratch/kept")" -eq 12 ] ||
+    fail "layers did not answer for 12 layers:" "$scratch/kept"
+kill "$daemon"
+wait "$daemon" || fail "the daemon did not end well"
+daemon=
+
+for example in keep layers; do
+    code=0
+    "$scratch/$example" http://127.0.0.1:1 2>"$scratch/said" || code=$?
+    [ "$code" -eq 1 ] && grep -q 'could not connect' "$scratch/said" ||
+        fail "$example ended with $code where nobody listens:" "$scratch/said"
+done
+echo "install: the examples build with pkg-config and run"
