@@ -305,6 +305,36 @@ static void descriptors_in_the_middle_break_the_connection(void **state)
     }
 }
 
+static void descriptors_amid_a_payload_are_noticed_before_it_is_complete(void **state)
+{
+    (void)state;
+    struct pair p = begin(false);
+    struct dkv_wire_conn_message m;
+    uint8_t bytes[64];
+    message(bytes, DKV_WIRE_PING, 0, 1, 0);
+    put(&p, bytes, DKV_WIRE_HEADER_BYTES + 1, 0);
+    assert_int_equal(next(p.daemon, &m), DKV_OK);
+    put(&p, bytes + DKV_WIRE_HEADER_BYTES + 1, 1, 1);
+    assert_int_equal(next(p.daemon, &m), DKV_E_MALFORMED);
+    end(&p);
+}
+
+static void announced_descriptors_come_with_the_first_byte_or_not_at_all(void **state)
+{
+    (void)state;
+    for (size_t at = 1; at < 136; at += 5) {
+        struct pair p = begin(false);
+        struct dkv_wire_conn_message m;
+        uint8_t bytes[512];
+        const size_t n = message(bytes, DKV_WIRE_REGION_ADD, 1, 1, 0);
+        put(&p, bytes, at, 0);
+        (void)next(p.daemon, &m); /* from byte 24 on they are missed already */
+        put(&p, bytes + at, n - at, 1);
+        expect_broken(&p);
+        end(&p);
+    }
+}
+
 static void the_most_descriptors_a_kernel_passes_are_all_closed(void **state)
 {
     (void)state;
@@ -543,6 +573,8 @@ int main(void)
         cmocka_unit_test(more_or_fewer_than_announced_break_the_connection),
         cmocka_unit_test(a_message_never_gets_the_next_ones_descriptors),
         cmocka_unit_test(descriptors_in_the_middle_break_the_connection),
+        cmocka_unit_test(descriptors_amid_a_payload_are_noticed_before_it_is_complete),
+        cmocka_unit_test(announced_descriptors_come_with_the_first_byte_or_not_at_all),
         cmocka_unit_test(the_most_descriptors_a_kernel_passes_are_all_closed),
         cmocka_unit_test(descriptors_beyond_the_process_limit_break_the_connection),
         cmocka_unit_test(bulk_goes_to_its_place_and_the_next_message_follows),

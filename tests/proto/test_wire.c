@@ -253,9 +253,9 @@ static void chunks_neither_overlap_nor_wrap_and_cover_the_end(void **state)
         .kind = DKV_WIRE_REGION_CUDA_VMM, .bytes = 100, .n_chunks = 2, .device_uuid = {1}};
     struct dkv_wire_chunk chunks[2] = {{0, 50}, {50, 50}};
     assert_int_equal(region_status(m, chunks), DKV_OK);
-    chunks[1].offset = 49;
+    chunks[1] = (struct dkv_wire_chunk){49, 60};
     assert_int_equal(region_status(m, chunks), DKV_E_MALFORMED);
-    chunks[1].offset = 60;
+    chunks[1] = (struct dkv_wire_chunk){60, 50};
     assert_int_equal(region_status(m, chunks), DKV_OK); /* a hole is not readable, but allowed */
     chunks[1].bytes = 0;
     assert_int_equal(region_status(m, chunks), DKV_E_MALFORMED);
