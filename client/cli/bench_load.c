@@ -144,7 +144,7 @@ static int add_sample(struct dkv_bench *b, uint64_t ns)
         const size_t cap = s->cap == 0 ? 4096 : 2 * s->cap;
         uint64_t *bigger = reallocarray(s->ns, cap, sizeof(s->ns[0]));
         if (bigger == NULL)
-            return EX_OSERR;
+            return dkv_fail_memory();
         s->ns = bigger;
         s->cap = cap;
     }
@@ -298,7 +298,7 @@ int dkv_bench_load(struct dkv_bench *b)
 {
     b->streams = calloc(b->n_streams, sizeof(b->streams[0]));
     if (b->streams == NULL)
-        return EX_OSERR;
+        return dkv_fail_memory();
     int code = make_blocks(b);
     for (unsigned i = 0; code == EX_OK && i < b->n_streams; i++)
         b->streams[i].set = i % b->n_sets;

@@ -43,6 +43,12 @@ int dkv_fail_usage(poptContext context, int popt_error)
     return EX_USAGE;
 }
 
+int dkv_fail_memory(void)
+{
+    dkv_complain("out of memory");
+    return EX_OSERR;
+}
+
 /* ---- scoring parameters ---- */
 
 static char option_names[DKV_PARAM_COUNT][32];

@@ -52,6 +52,9 @@ void dkv_complain(const char *format, ...) DKV_PRINTF(1, 2);
 /* Complains about an error and gives its exit code. `subject` (may be NULL) names what failed. */
 int dkv_fail(const char *subject, const struct dkv_error *err);
 
+/* Complains about memory that could not be had, and gives exit code 71. */
+int dkv_fail_memory(void);
+
 /* Complains about a usage error that popt found, and gives exit code 64. */
 int dkv_fail_usage(poptContext context, int popt_error);
 

@@ -169,7 +169,7 @@ static int open_npy_block(struct command *c)
     c->files = calloc(3, sizeof(c->files[0]));
     c->blocks.blocks = calloc(1, sizeof(c->blocks.blocks[0]));
     if (c->files == NULL || c->blocks.blocks == NULL)
-        return EX_OSERR;
+        return dkv_fail_memory();
     for (unsigned i = 0; code == EX_OK && i < 3; i++) {
         code = open_file(c, paths[i]);
         if (code == EX_OK && !is_npy(&c->files[i])) {
@@ -188,7 +188,7 @@ static int open_npy_block(struct command *c)
         .key = &c->files[1].index.tensors[0],
         .value = &c->files[2].index.tensors[0],
     };
-    return c->blocks.blocks[0].name == NULL ? EX_OSERR : EX_OK;
+    return c->blocks.blocks[0].name == NULL ? dkv_fail_memory() : EX_OK;
 }
 
 static int open_dumps(struct command *c, const char **paths)
@@ -204,7 +204,7 @@ static int open_dumps(struct command *c, const char **paths)
     }
     c->files = calloc(n, sizeof(c->files[0]));
     if (c->files == NULL)
-        return EX_OSERR;
+        return dkv_fail_memory();
     for (size_t i = 0; code == EX_OK && i < n; i++)
         code = open_file(c, paths[i]);
     if (code == EX_OK &&
@@ -333,7 +333,7 @@ static int write_npy_scores(const struct dkv_report *report, const char *path)
     const size_t n = strlen(path);
     const int stem = names_a_file(path) ? (int)n - 4 : (int)n;
     if (asprintf(&scores_path, "%.*s.scores.npy", stem, path) < 0)
-        return EX_OSERR;
+        return dkv_fail_memory();
     const int code = write_report(report, dkv_report_npy_scores, scores_path);
     free(scores_path);
     return code;
@@ -364,7 +364,7 @@ static int run(struct command *c, const char **paths)
         return code;
     c->outcomes = calloc(c->blocks.n_blocks, sizeof(c->outcomes[0]));
     if (c->outcomes == NULL)
-        return EX_OSERR;
+        return dkv_fail_memory();
     if (dkv_open_endpoint(c->o.endpoint, NULL, &c->client, &c->endpoint, &error) != DKV_OK)
         return dkv_fail(c->o.endpoint, &error);
     c->start_ns = dkv_now_ns();

@@ -356,6 +356,13 @@ class Bench(Case):
         for part in ("4/2 heads, 512 tokens", "cpu/", "p99", "blocks/s", "multiply-adds/s", "0 errors"):
             self.assertIn(part, text)
 
+    def test_memory_that_cannot_be_had_is_named(self):
+        if "DKV_SANITIZED" in os.environ:
+            self.skipTest("sanitizers reserve more than any limit")
+        done = subprocess.run(["sh", "-c", 'ulimit -v 200000 && exec "$@"', "sh", CLIENT, "bench", "-e", "embedded:",
+                               "--tokens", "262144"], capture_output=True, timeout=60)
+        self.fails(done, 71, "1073807360 bytes")
+
     def test_nobody_there_is_an_error(self):
         done = run("bench", "-e", NOBODY, *self.BLOCK, "--duration", "0.05")
         self.assertEqual(done.returncode, 69, done.stderr)
