@@ -40,11 +40,10 @@ uint32_t dkv_cpu_capable(void)
     return flags;
 }
 
-/* What pays: everything, but for slow bf16 dot products. */
-static uint32_t detect(void)
+/* What the processor has, but at a rate that does not pay. */
+static uint32_t slow_flags(void)
 {
-    const uint32_t flags = dkv_cpu_capable();
-    return __builtin_cpu_is("amd") ? flags : flags & ~(uint32_t)DKV_CPU_AVX512BF16;
+    return __builtin_cpu_is("amd") ? 0 : DKV_CPU_AVX512BF16;
 }
 
 void dkv_cpu_model(char *name_out, size_t name_bytes)
@@ -85,7 +84,7 @@ uint32_t dkv_cpu_capable(void)
     return 0;
 }
 
-static uint32_t detect(void)
+static uint32_t slow_flags(void)
 {
     return 0;
 }
@@ -107,6 +106,8 @@ void dkv_cpu_fpu_leave(unsigned saved)
 }
 #endif
 
+#define MASK_DEFAULT (~(uint32_t)DKV_CPU_SLOW)
+
 /* Mask in the low half, "was set" above it, so that one atomic holds both. */
 static _Atomic uint64_t mask_override;
 
@@ -117,10 +118,10 @@ static uint32_t mask_in_force(void)
         return (uint32_t)set;
     const char *text = getenv("DKV_CPU_MASK");
     if (text == NULL || *text == '\0')
-        return UINT32_MAX;
+        return MASK_DEFAULT;
     char *end;
     const unsigned long value = strtoul(text, &end, 0);
-    return *end == '\0' ? (uint32_t)value : UINT32_MAX;
+    return *end == '\0' ? (uint32_t)value : MASK_DEFAULT;
 }
 
 void dkv_cpu_mask_set(uint32_t mask)
@@ -130,7 +131,9 @@ void dkv_cpu_mask_set(uint32_t mask)
 
 uint32_t dkv_cpu_flags(void)
 {
-    return detect() & mask_in_force();
+    const uint32_t mask = mask_in_force();
+    const uint32_t flags = dkv_cpu_capable() & mask;
+    return mask & DKV_CPU_SLOW ? flags : flags & ~slow_flags();
 }
 
 unsigned dkv_cpu_count(void)

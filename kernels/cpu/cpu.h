@@ -14,9 +14,9 @@
 enum dkv_cpu_flag {
     DKV_CPU_AVX2 = 1u << 0,       /* AVX2, FMA and F16C */
     DKV_CPU_AVX512 = 1u << 1,     /* AVX-512 F, BW, DQ and VL */
-    DKV_CPU_AVX512BF16 = 1u << 2, /* bf16 dot products at the rate of float32 FMAs or better: an
-                                     instruction present but slow (Intel's, half rate) is not
-                                     offered */
+    DKV_CPU_AVX512BF16 = 1u << 2, /* bf16 dot products */
+    DKV_CPU_SLOW = 1u << 30,      /* in a mask: also what this processor has, but slowly (bf16 dot
+                                     products at half the rate of FMAs, on Intel) */
 };
 
 /* Flags of everything that this processor can execute, slow or not, whatever the mask: for tests.
@@ -24,7 +24,8 @@ enum dkv_cpu_flag {
 uint32_t dkv_cpu_capable(void);
 
 /* Flags detected and not masked. The mask is the environment's DKV_CPU_MASK (decimal, or hex after
- * 0x; absent: all; 0: portable code only) unless dkv_cpu_mask_set() replaced it. */
+ * 0x; absent: all but DKV_CPU_SLOW; 0: portable code only) unless dkv_cpu_mask_set() replaced it.
+ */
 uint32_t dkv_cpu_flags(void);
 
 /* Replaces the mask for engines opened from now on. */

@@ -30,7 +30,7 @@ static struct fetch fetch_plan(const struct dkv_ahead *ahead, size_t n_steps)
 DKV_BLOCK void fetch_step(struct fetch *fetch)
 {
     for (size_t i = 0; i < fetch->portion && fetch->row < fetch->end; i++) {
-        __builtin_prefetch((const char *)*fetch->row + fetch->at, 0, 2);
+        __builtin_prefetch((const char *)*fetch->row + fetch->at, 0, 3);
         fetch->at += 64;
         if (fetch->at >= fetch->row_bytes) {
             fetch->at = 0;
@@ -47,7 +47,7 @@ DKV_BLOCK void fetch_step(struct fetch *fetch)
 
 /* `vecs` vectors of rows times `keys` keys; both constants after inlining. */
 DKV_BLOCK void dot_block(size_t vecs, size_t keys, float *tile, const float *panel, size_t n_rows,
-                         const float *rows, size_t ld, size_t dim, struct fetch *fetch)
+                         const float *rows, size_t ld, size_t dim, vf factor, struct fetch *fetch)
 {
     for (size_t start = 0; start < dim; start += DOT_CHAIN) {
         const size_t end = start + DOT_CHAIN < dim ? start + DOT_CHAIN : dim;
@@ -73,15 +73,17 @@ DKV_BLOCK void dot_block(size_t vecs, size_t keys, float *tile, const float *pan
         for (size_t k = 0; k < keys; k++) {
             for (size_t v = 0; v < vecs; v++) {
                 float *out = tile + k * n_rows + v * LANES;
-                v_store(out, start == 0 ? acc[k][v] : v_add(v_load(out), acc[k][v]));
+                const vf sum = v_mul(acc[k][v], factor);
+                v_store(out, start == 0 ? sum : v_add(v_load(out), sum));
             }
         }
     }
 }
 
 static void dot(float *tile, const float *panel, size_t n_rows, const float *rows, size_t ld,
-                size_t n_keys, size_t dim, const struct dkv_ahead *ahead)
+                size_t n_keys, size_t dim, float factor, const struct dkv_ahead *ahead)
 {
+    const vf scale = v_set1(factor);
     const size_t n_blocks = n_keys / DOT_KEYS;
     const size_t pairs = (n_rows + 2 * LANES - 1) / (2 * LANES);
     size_t key = 0;
@@ -91,14 +93,14 @@ static void dot(float *tile, const float *panel, size_t n_rows, const float *row
         const float *in = rows + key * ld;
         size_t r = 0;
         for (; r + 2 * LANES <= n_rows; r += 2 * LANES)
-            dot_block(2, DOT_KEYS, out + r, panel + r, n_rows, in, ld, dim, &fetch);
+            dot_block(2, DOT_KEYS, out + r, panel + r, n_rows, in, ld, dim, scale, &fetch);
         if (r < n_rows)
-            dot_block(1, DOT_KEYS, out + r, panel + r, n_rows, in, ld, dim, &fetch);
+            dot_block(1, DOT_KEYS, out + r, panel + r, n_rows, in, ld, dim, scale, &fetch);
     }
     for (; key < n_keys; key++) {
         for (size_t r = 0; r < n_rows; r += LANES)
             dot_block(1, 1, tile + key * n_rows + r, panel + r, n_rows, rows + key * ld, ld, dim,
-                      &fetch);
+                      scale, &fetch);
     }
 }
 

@@ -170,8 +170,10 @@ static unsigned run_whole(const struct dkv_engine *engine, struct dkv_head *head
     }
     for (uint32_t s = 0; s < head->n_splits; s++)
         dkv_head_pass_b(head, s, &tile);
-    select_and_finish(engine, head, thread);
-    return DKV_FAULT_NONE;
+    faults = dkv_head_faults(head);
+    if (faults == DKV_FAULT_NONE)
+        select_and_finish(engine, head, thread);
+    return faults;
 }
 
 /* One step of a shared head: `step` over all splits. */
@@ -210,8 +212,10 @@ static unsigned run_shared(const struct dkv_engine *engine, struct dkv_head *hea
     }
     step.step = dkv_head_pass_b;
     dkv_threads_run(engine->crew, shared_task, &step, head->n_splits);
-    select_and_finish(engine, head, 0);
-    return DKV_FAULT_NONE;
+    faults = dkv_head_faults(head);
+    if (faults == DKV_FAULT_NONE)
+        select_and_finish(engine, head, 0);
+    return faults;
 }
 
 /* A slice of the batch's heads, TASKS_MAX at most. */

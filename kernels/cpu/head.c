@@ -13,11 +13,12 @@
 #include <math.h>
 #include <string.h>
 
-#define LOG2E            1.4426950408889634
-#define SPLIT_TOKENS_MIN 4096u
-#define SPLITS_MAX       32u
-#define SPLIT_BYTES_MAX  (1u << 20) /* of all splits' panels, where two fit at all */
-#define SAMPLES          15u
+#define LOG2E             1.4426950408889634
+#define SPLIT_TOKENS_MIN  4096u
+#define SPLITS_MAX        32u
+#define SPLIT_BYTES_MAX   (1u << 20) /* of all splits' panels, where two fit at all */
+#define SAMPLES           15u
+#define NATIVE_OFFSET_MAX 4.0 /* see choose_centre(): logits lose up to about a bit */
 
 void dkv_head_init(struct dkv_head *head, const struct dkv_cpu_ops *ops,
                    const struct dkv_item *item, uint32_t index)
@@ -72,8 +73,7 @@ static void deal_head(struct dkv_head *head, struct dealer *dealer)
     const size_t rows = head->n_rows, dim = head->dim, v_dim = head->v_dim;
     if (head->native_bf16)
         head->query_pairs = deal(dealer, rows * dim / 2, sizeof(uint32_t));
-    else
-        head->queries = deal(dealer, rows * dim, sizeof(float));
+    head->queries = deal(dealer, rows * dim, sizeof(float));
     head->key_shift = deal(dealer, dim, sizeof(float));
     head->value_shift = deal(dealer, v_dim, sizeof(float));
     head->scaled_shift = deal(dealer, v_dim, sizeof(float));
@@ -155,13 +155,15 @@ static float median(float *values, unsigned n)
     return n > 0 ? values[n / 2] : 0.0f;
 }
 
-/* shift_out[d] = minus the median over samples of stored component d, the non-finite left out. */
+/* shift_out[d] = minus the median over samples of stored component d, the non-finite left out.
+ * offset_out: the squared length of the centre over the samples' mean square distance from it. */
 static bool choose_centre(const struct dkv_head *head, const struct dkv_reader *reader,
-                          uint32_t dim, float *shift_out)
+                          uint32_t dim, float *shift_out, double *offset_out)
 {
     const unsigned n = head->n < SAMPLES ? (unsigned)head->n : SAMPLES;
     const size_t size = dkv_dtype_bytes(reader->dtype);
     const void *rows[SAMPLES];
+    double length = 0.0, spread = 0.0;
     for (unsigned i = 0; i < n; i++) {
         const uint64_t token = head->item->block->valid_from + (2 * i + 1) * head->n / (2 * n);
         if (!dkv_reader_rows(reader, token, 1, &rows[i]))
@@ -175,8 +177,14 @@ static bool choose_centre(const struct dkv_head *head, const struct dkv_reader *
             if (isfinite(x))
                 values[finite++] = x;
         }
-        shift_out[d] = -median(values, finite);
+        const float centre = median(values, finite);
+        for (unsigned i = 0; i < finite; i++)
+            spread += ((double)values[i] - (double)centre) * ((double)values[i] - (double)centre) /
+                      n;
+        length += (double)centre * (double)centre;
+        shift_out[d] = -centre;
     }
+    *offset_out = length / spread; /* NaN where all is zero */
     return true;
 }
 
@@ -202,15 +210,16 @@ static double query_scale(const struct dkv_head *head, uint32_t row)
     return view->scale != 0.0f ? (double)view->scale : 1.0;
 }
 
-/* Query elements times `factor`, row by row into the panel's columns. Padding rows are zero. */
-static bool pack_queries(struct dkv_head *head, double factor)
+/* Query elements, row by row into the panel's columns; exact but where rows have scales of their
+ * own. Padding rows are zero. */
+static bool pack_queries(struct dkv_head *head)
 {
     const enum dkv_dtype dtype = head->item->block->query.dtype;
     const size_t size = dkv_dtype_bytes(dtype), n_rows = head->n_rows;
     memset(head->queries, 0, sizeof(float) * n_rows * head->dim);
     for (uint32_t r = 0; r < head->rows; r++) {
         const uint8_t *row = query_row(head, r);
-        const double scale = factor * query_scale(head, r);
+        const double scale = query_scale(head, r);
         for (uint32_t d = 0; d < head->dim; d++) {
             const float x = dkv_element_to_f32(row + d * size, dtype);
             if (!isfinite(x))
@@ -271,18 +280,18 @@ bool dkv_head_logit(const struct dkv_head *head, uint32_t row, uint64_t token, d
 unsigned dkv_head_begin(struct dkv_head *head)
 {
     const double cap = head->item->params->logit_softcap;
-    const double factor = logit_factor(head);
-
-    if (!choose_centre(head, &head->values, head->v_dim, head->value_shift))
+    double offset;
+    if (!choose_centre(head, &head->values, head->v_dim, head->value_shift, &offset) ||
+        !choose_centre(head, &head->keys, head->dim, head->key_shift, &offset))
         return DKV_FAULT_TABLE;
+    /* bf16 products cannot have the centre taken out: not where it would cost digits. */
+    head->native_bf16 = head->native_bf16 && !(offset > NATIVE_OFFSET_MAX);
     /* A common key offset moves all logits of a row alike, which only softmax forgives. */
     if (cap > 0 || head->native_bf16)
         memset(head->key_shift, 0, sizeof(float) * head->dim);
-    else if (!choose_centre(head, &head->keys, head->dim, head->key_shift))
-        return DKV_FAULT_TABLE;
 
-    head->query_factor = (float)factor;
-    const bool finite = head->native_bf16 ? pack_query_pairs(head) : pack_queries(head, factor);
+    head->query_factor = (float)logit_factor(head);
+    const bool finite = head->native_bf16 ? pack_query_pairs(head) : pack_queries(head);
     if (head->flags != NULL)
         memset(head->flags, 0, head->n);
     return finite ? DKV_FAULT_NONE : DKV_FAULT_NONFINITE;

@@ -63,15 +63,15 @@ struct dkv_head {
     uint64_t n;      /* valid tokens; tokens are counted from valid_from below */
     uint64_t split_tokens;
     uint32_t n_splits;
-    bool native_bf16; /* keys are not converted */
+    bool native_bf16; /* keys are not converted (may be; after begin: are) */
     bool mask;        /* nonfinite=mask */
     bool author_form; /* eps > 0 and rounding: the output comes from pass_a2 */
     enum dkv_dtype round;
     struct dkv_reader keys, values;
 
-    float *queries;        /* panel, times scale * log2(e) */
+    float *queries;        /* panel */
     uint32_t *query_pairs; /* native_bf16: the bf16 pairs instead */
-    float query_factor;    /* native_bf16: scale * log2(e) */
+    float query_factor;    /* of products on the way to logits: scale * log2(e) */
     float *key_shift;      /* [dim] minus the keys' centre */
     float *value_shift;    /* [v_dim] minus the values' centre */
     struct dkv_split_state *splits;
@@ -111,6 +111,9 @@ unsigned dkv_head_merge(struct dkv_head *head, const struct dkv_tile *tile);
 void dkv_head_pass_a2(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile);
 void dkv_head_merge_a2(struct dkv_head *head, const struct dkv_tile *tile);
 void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile);
+/* What the per-split steps met so far. merge asks itself; ask again before finish, since memory
+ * shared with a client can change between the passes. */
+unsigned dkv_head_faults(const struct dkv_head *head);
 void dkv_head_finish(const struct dkv_head *head);
 
 /* Says what is wrong and where: reads table and tensors again in order, the first offence wins. */

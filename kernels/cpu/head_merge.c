@@ -91,7 +91,8 @@ static double sink_logit(const struct dkv_head *head, uint32_t r)
         for (uint32_t d = 0; d < head->dim; d++)
             moved += (double)head->queries[d * head->n_rows + r] * (double)head->key_shift[d];
     }
-    return (double)head->item->block->sink_logits[q_head] * LOG2E + moved;
+    return (double)head->item->block->sink_logits[q_head] * LOG2E +
+           moved * (double)head->query_factor;
 }
 
 static struct row_softmax finish_softmax(const struct dkv_head *head,
@@ -216,11 +217,17 @@ static unsigned finish_rows(struct dkv_head *head, const struct dkv_split_state 
     return DKV_FAULT_NONE;
 }
 
-unsigned dkv_head_merge(struct dkv_head *head, const struct dkv_tile *tile)
+unsigned dkv_head_faults(const struct dkv_head *head)
 {
     unsigned faults = DKV_FAULT_NONE;
     for (uint32_t s = 0; s < head->n_splits; s++)
         faults |= head->splits[s].faults;
+    return faults;
+}
+
+unsigned dkv_head_merge(struct dkv_head *head, const struct dkv_tile *tile)
+{
+    unsigned faults = dkv_head_faults(head);
     for (uint32_t step = 1; step < head->n_splits && faults == DKV_FAULT_NONE; step *= 2) {
         for (uint32_t s = 0; s + step < head->n_splits; s += 2 * step)
             faults |= merge_splits(head, &head->splits[s], &head->splits[s + step], tile);

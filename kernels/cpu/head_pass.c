@@ -122,37 +122,45 @@ static void hide_future(const struct dkv_head *head, float *logits, uint64_t fir
     }
 }
 
-/* Rows of the tile behind `next`, for the products to fetch while they work on this one. */
+/* Rows of up to `most` tokens from `first` that will be loaded next, for a product to fetch while
+ * it computes. */
 static struct dkv_ahead look_ahead(const struct dkv_head *head, const struct dkv_reader *reader,
-                                   uint32_t dim, uint64_t next, size_t most, const void **rows)
+                                   uint32_t dim, uint64_t first, size_t most, const void **rows)
 {
     struct dkv_ahead ahead = {.rows = rows, .row_bytes = dim * dkv_dtype_bytes(reader->dtype)};
-    if (next < head->n) {
-        const size_t n = tile_keys(next, head->n, most);
-        if (dkv_reader_rows(reader, head->item->block->valid_from + next, n, rows))
+    if (first < head->n) {
+        const size_t n = tile_keys(first, head->n, most);
+        if (dkv_reader_rows(reader, head->item->block->valid_from + first, n, rows))
             ahead.n_rows = n;
     }
     return ahead;
 }
 
-/* Logits of keys that have to be converted, a few at a time: their floats are gone from the first
- * cache level before the next few need the room. Returns the largest element, if watched. */
+/* What the last product of a tile fetches: the keys that the next tile begins with. */
+static struct dkv_ahead next_keys(const struct dkv_head *head, uint64_t first, const void **rows)
+{
+    return look_ahead(head, &head->keys, head->dim, first, CONVERT_KEYS, rows);
+}
+
+/* Logits of keys that have to be converted, a few at a time, so that their floats stay in the first
+ * cache level. Meanwhile the next few are fetched, and at last the values. Returns the largest
+ * element, if watched. */
 static float convert_and_multiply(const struct dkv_head *head, const struct dkv_tile *tile,
                                   const void *const *src, size_t n, bool watch,
-                                  const struct dkv_ahead *ahead)
+                                  const struct dkv_ahead *values)
 {
     const struct dkv_cpu_ops *ops = head->ops;
+    const size_t row_bytes = head->dim * dkv_dtype_bytes(head->keys.dtype);
     float largest = 0.0f;
     for (size_t k = 0; k < n; k += CONVERT_KEYS) {
         const size_t some = n - k < CONVERT_KEYS ? n - k : CONVERT_KEYS;
-        struct dkv_ahead share = *ahead;
-        share.rows += k < share.n_rows ? k : share.n_rows;
-        share.n_rows = k >= ahead->n_rows ? 0 : ahead->n_rows - k < some ? ahead->n_rows - k : some;
+        const struct dkv_ahead more = {
+            src + k + some, n - k - some < CONVERT_KEYS ? n - k - some : CONVERT_KEYS, row_bytes};
         float top = 0.0f;
         ops->load(tile->rows, head->dim, src + k, some, head->dim, head->keys.dtype, 1.0f,
                   head->key_shift, watch ? &top : NULL);
         ops->dot(tile->logits + k * head->n_rows, head->queries, head->n_rows, tile->rows,
-                 head->dim, some, head->dim, &share);
+                 head->dim, some, head->dim, head->query_factor, more.n_rows > 0 ? &more : values);
         if (top > largest || isnan(top)) /* NaN is largest */
             largest = top;
     }
@@ -165,12 +173,12 @@ static unsigned open_tile(struct dkv_head *head, const struct dkv_tile *tile, ui
                           size_t n, float factor, const float *shift, float *top_out)
 {
     const struct dkv_cpu_ops *ops = head->ops;
-    const void *src[DKV_TILE_KEYS], *next[DKV_TILE_KEYS];
+    const void *src[DKV_TILE_KEYS], *values[DKV_TILE_KEYS];
     float key_top = 0.0f;
     float *watch = top_out != NULL ? &key_top : NULL;
     if (!dkv_reader_rows(&head->keys, head->item->block->valid_from + first, n, src))
         return DKV_FAULT_TABLE;
-    const struct dkv_ahead ahead = look_ahead(head, &head->keys, head->dim, first + n, n, next);
+    const struct dkv_ahead ahead = look_ahead(head, &head->values, head->v_dim, first, n, values);
     if (head->native_bf16)
         ops->dot_bf16(tile->logits, head->query_pairs, head->n_rows, src, n, head->dim,
                       head->query_factor, watch, &ahead);
@@ -250,7 +258,7 @@ void dkv_head_pass_a(struct dkv_head *head, uint32_t split, const struct dkv_til
         .best_key = state->best_key,
         .back_key = tile->back_key,
     };
-    const void *next[DKV_TILE_KEYS];
+    const void *next[CONVERT_KEYS];
     uint64_t first, end;
     split_range(head, split, &first, &end);
     for (; first < end; first += DKV_TILE_KEYS) {
@@ -263,8 +271,7 @@ void dkv_head_pass_a(struct dkv_head *head, uint32_t split, const struct dkv_til
         ops->softmax(&rows, tile->logits, head->n_rows, n, (int32_t)first);
         for (uint32_t r = 0; r < head->n_rows; r++)
             state->sum[r] = state->sum[r] * (double)tile->keep[r] + (double)tile->sum[r];
-        const struct dkv_ahead ahead = look_ahead(head, &head->values, head->v_dim, first + n, n,
-                                                  next);
+        const struct dkv_ahead ahead = next_keys(head, first + n, next);
         ops->accumulate(state->panel, tile->keep, head->n_rows, tile->logits, tile->rows,
                         head->v_dim, n, head->v_dim, &ahead);
         state->faults = give_back(head, state, tile);
@@ -292,18 +299,19 @@ void dkv_head_pass_a2(struct dkv_head *head, uint32_t split, const struct dkv_ti
         state->sum[r] = 0.0;
         tile->keep[r] = 1.0f;
     }
-    const void *next[DKV_TILE_KEYS];
+    const void *next[CONVERT_KEYS];
     uint64_t first, end;
     split_range(head, split, &first, &end);
     for (; first < end; first += DKV_TILE_KEYS) {
         const size_t n = tile_keys(first, end, DKV_TILE_KEYS);
-        open_tile(head, tile, first, n, 1.0f, head->value_shift, NULL);
+        state->faults |= open_tile(head, tile, first, n, 1.0f, head->value_shift, NULL);
+        if (state->faults != DKV_FAULT_NONE)
+            return;
         hide_best(head, tile->logits, first, n);
         ops->weights(tile->logits, head->n_rows, n, head->ref, head->inv, head->round, tile->sum);
         for (uint32_t r = 0; r < head->n_rows; r++)
             state->sum[r] += (double)tile->sum[r];
-        const struct dkv_ahead ahead = look_ahead(head, &head->values, head->v_dim, first + n, n,
-                                                  next);
+        const struct dkv_ahead ahead = next_keys(head, first + n, next);
         ops->accumulate(state->panel, tile->keep, head->n_rows, tile->logits, tile->rows,
                         head->v_dim, n, head->v_dim, &ahead);
     }
@@ -326,8 +334,18 @@ static void reduce_max(const struct dkv_head *head, float *out, const float *ter
     }
 }
 
+/* Selection takes nothing else. False only where somebody wrote to the tensors since pass A. */
+static bool all_finite(const float *scores, size_t n)
+{
+    bool finite = true;
+    for (size_t k = 0; k < n; k++)
+        finite &= scores[k] <= FLT_MAX;
+    return finite;
+}
+
 void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile)
 {
+    struct dkv_split_state *state = &head->splits[split];
     const struct dkv_cpu_ops *ops = head->ops;
     const struct dkv_params *params = head->item->params;
     float value_norm[DKV_TILE_KEYS];
@@ -347,17 +365,19 @@ void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_til
         .eps = (float)params->eps,
         .round = head->round,
     };
-    const void *next[DKV_TILE_KEYS];
+    const void *next[CONVERT_KEYS];
     uint64_t first, end;
     split_range(head, split, &first, &end);
     for (; first < end; first += TILE_B) {
         const size_t n = tile_keys(first, end, TILE_B);
-        open_tile(head, tile, first, n, head->value_factor, head->scaled_shift, NULL);
+        state->faults |= open_tile(head, tile, first, n, head->value_factor, head->scaled_shift,
+                                   NULL);
+        if (state->faults != DKV_FAULT_NONE)
+            return;
         hide_best(head, tile->logits, first, n);
-        const struct dkv_ahead ahead = look_ahead(head, &head->values, head->v_dim, first + n, n,
-                                                  next);
+        const struct dkv_ahead ahead = next_keys(head, first + n, next);
         ops->dot(tile->terms, head->outputs, head->n_rows, tile->rows, head->v_dim, n, head->v_dim,
-                 &ahead);
+                 1.0f, &ahead);
         ops->norms(value_norm, tile->rows, head->v_dim, n, head->v_dim);
         args.n_keys = n;
         ops->score(&args);
@@ -370,5 +390,7 @@ void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_til
             reduce_max(head, head->raw + first, tile->terms, n);
         else
             ops->reduce(head->raw + first, tile->terms, head->n_rows, n);
+        if (!all_finite(head->raw + first, n))
+            state->faults |= DKV_FAULT_NONFINITE;
     }
 }

@@ -12,8 +12,8 @@
  * that the dot products write is the one that the output accumulation reads. `n_rows` is padded to
  * a multiple of `lanes`; padding rows hold zero queries.
  *
- * Logits are in units of log2: the queries were multiplied by scale * log2(e) when packed, so a
- * probability is a power of two. Invisible entries of a tile are -inf.
+ * Logits are in units of log2 (products times scale * log2(e)), so a probability is a power of two.
+ * Invisible entries of a tile are -inf.
  *
  * Owner   all buffers are the caller's; none need alignment; outputs must not overlap inputs except
  *         where they are one parameter.
@@ -42,13 +42,14 @@ struct dkv_ahead {
     size_t row_bytes;
 };
 
-/* tile[key][row] = sum over d of panel[d][row] * rows[key][d]; the order of additions depends on
- * dim alone. */
+/* tile[key][row] = factor * sum over d of panel[d][row] * rows[key][d]; the order of additions
+ * depends on dim alone. */
 typedef void (*dkv_dot_fn)(float *tile, const float *panel, size_t n_rows, const float *rows,
-                           size_t ld, size_t n_keys, size_t dim, const struct dkv_ahead *ahead);
+                           size_t ld, size_t n_keys, size_t dim, float factor,
+                           const struct dkv_ahead *ahead);
 
 /* The same with the keys as they are stored, bf16 rows in `src`, and the queries as a panel
- * [dim/2][row] of bf16 pairs; the sums are multiplied by `factor`. `top_out` as for
+ * [dim/2][row] of bf16 pairs. `top_out` as for
  * dkv_load_fn. */
 typedef void (*dkv_dot_bf16_fn)(float *tile, const uint32_t *pairs, size_t n_rows,
                                 const void *const *src, size_t n_keys, size_t dim, float factor,

@@ -151,12 +151,12 @@ static void check_dot_case(const struct dkv_cpu_ops *ops, size_t n_rows, size_t 
     const size_t nan_key = n / 2;
     if (n > 1)
         rows[nan_key * ld + dim / 2] = NAN;
-    ops->dot(tile, panel, n_rows, rows, ld, n, dim, NULL);
+    ops->dot(tile, panel, n_rows, rows, ld, n, dim, 0.5f, NULL);
     for (size_t k = 0; k < n; k++) {
         for (size_t r = 0; r < n_rows; r++) {
             double want = 0, size = 0;
             for (size_t d = 0; d < dim; d++) {
-                const double x = (double)panel[d * n_rows + r] * (double)rows[k * ld + d];
+                const double x = 0.5 * (double)panel[d * n_rows + r] * (double)rows[k * ld + d];
                 want += x;
                 size += fabs(x);
             }
@@ -401,7 +401,7 @@ static void check_score_case(const struct dkv_cpu_ops *ops, size_t n_rows, size_
     for (size_t d = 0; d < dim; d++) /* a value almost equal to an output: cancellation */
         values[d] = out[d * n_rows] * (1.0f + 1e-3f * uniform());
     ops->norms(value_norm, values, ld, n, dim);
-    ops->dot(terms, out, n_rows, values, ld, n, dim, NULL);
+    ops->dot(terms, out, n_rows, values, ld, n, dim, 1.0f, NULL);
     const struct dkv_score_args args = {
         .n_rows = n_rows,
         .n_keys = n,
@@ -542,7 +542,7 @@ static void bench(const struct dkv_cpu_ops *ops)
         row[2][r] = 50.0f;
     TIME("load", 0.0, ops->load(rows, DIM, src, N, DIM, DKV_BF16, 1.0f, NULL, &top));
     TIME("load again", 0.0, ops->load(rows, DIM, src, N, DIM, DKV_BF16, 1.0f, NULL, NULL));
-    TIME("dot", 2.0 * ROWS * DIM, ops->dot(tile, panel, ROWS, rows, DIM, N, DIM, NULL));
+    TIME("dot", 2.0 * ROWS * DIM, ops->dot(tile, panel, ROWS, rows, DIM, N, DIM, 1.0f, NULL));
     if (ops->dot_bf16 != NULL)
         TIME("dot_bf16", 2.0 * ROWS * DIM,
              ops->dot_bf16(tile, pairs, ROWS, src, N, DIM, 1.0f, &top, NULL));

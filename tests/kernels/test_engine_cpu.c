@@ -410,7 +410,7 @@ static void the_mask_lowers_the_variant(void **state)
     assert_string_equal(info.backend, "cpu/scalar");
     assert_int_equal(info.threads, 1);
     dkv_engine_cpu.close(engine);
-    dkv_engine_cpu_mask(UINT32_MAX);
+    dkv_engine_cpu_mask(UINT32_MAX >> 2);
 }
 
 int main(void)
