@@ -198,6 +198,9 @@ static unsigned finish_rows(struct dkv_head *head, const struct dkv_split_state 
         if (key >= 0 && !(isfinite(state->best[r]) && isfinite(state->sum[r])))
             return DKV_FAULT_LOGITS;
         if (key < 0 || state->sum[r] == 0.0) {
+            /* without flags every row sees two keys, unless their products were minus infinity */
+            if (r < head->rows && head->flags == NULL)
+                return DKV_FAULT_LOGITS;
             silence_row(head, r);
             if (key >= 0)
                 head->flags[key] |= DKV_TOKEN_PROTECTED;

@@ -11,6 +11,7 @@
 #include "tests/support/case.h"
 
 #include <math.h>
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -310,6 +311,115 @@ static void values_too_large_to_square_are_out_of_range(void **state)
     dkv_case_fini(&c);
 }
 
+static void finite_keys_whose_logits_overflow_are_an_error(void **state)
+{
+    (void)state;
+    struct dkv_case c;
+    make_case(&c,
+              (struct dkv_shape){.q_heads = 2,
+                                 .kv_heads = 1,
+                                 .head_dim = 8,
+                                 .q_rows = 8,
+                                 .n_tokens = 60,
+                                 .q_dtype = DKV_FP32},
+              7);
+    for (int sign = -1; sign <= 1; sign += 2) {
+        for (uint64_t t = 0; t < 60; t++) {
+            for (uint64_t e = 0; e < 8; e++) {
+                dkv_case_set(&c, DKV_KEY, 0, t, e, (double)(1 + t % 3) * 1e30 * sign);
+                for (uint64_t row = 0; row < 8; row++)
+                    dkv_case_set(&c, DKV_QUERY, t % 2, row, e, 1e30);
+            }
+        }
+        dkv_case_plan(&c);
+        struct dkv_engine *engine = open_engine(1);
+        struct answer a;
+        make_answer(&a, &c);
+        run(engine, &a.item, 1);
+        assert_int_equal(a.item.status, DKV_E_INVALID);
+        assert_non_null(strstr(a.item.error.text, "float32"));
+        free_answer(&a);
+        dkv_engine_cpu.close(engine);
+    }
+    dkv_case_fini(&c);
+}
+
+/* Shared memory is a client's: it may write NaN and bad table entries whenever it likes. */
+struct hostile {
+    struct dkv_case *c;
+    int32_t *table;
+    _Atomic bool stop;
+};
+
+static void *write_nonsense(void *arg)
+{
+    struct hostile *hostile = arg;
+    struct dkv_random random = {.state = 99};
+    while (!atomic_load(&hostile->stop)) {
+        const uint64_t token = dkv_random_u64(&random) % hostile->c->block.n_tokens;
+        uint16_t *k = dkv_case_at(hostile->c, DKV_KEY, 0, token, 3);
+        uint16_t *v = dkv_case_at(hostile->c, DKV_VALUE, 0, token, 3);
+        const uint16_t k_before = *k, v_before = *v;
+        const uint64_t page = dkv_random_u64(&random) % 64;
+        *(volatile uint16_t *)k = 0x7fc0;
+        *(volatile uint16_t *)v = 0xff80;
+        *(volatile int32_t *)&hostile->table[page] = -7;
+        for (unsigned wait = (unsigned)dkv_random_u64(&random) % 20000; wait > 0; wait--)
+            __asm__ volatile("" ::: "memory");
+        *(volatile uint16_t *)k = k_before;
+        *(volatile uint16_t *)v = v_before;
+        *(volatile int32_t *)&hostile->table[page] = (int32_t)page;
+        for (unsigned wait = (unsigned)dkv_random_u64(&random) % 60000; wait > 0; wait--)
+            __asm__ volatile("" ::: "memory");
+    }
+    return NULL;
+}
+
+static void a_client_that_writes_meanwhile_spoils_only_its_own_answer(void **state)
+{
+    (void)state;
+    enum { PAGES = 64, PAGE = 128 };
+    struct dkv_case c;
+    int32_t table[PAGES];
+    make_case(&c,
+              (struct dkv_shape){.q_heads = 4,
+                                 .kv_heads = 1,
+                                 .head_dim = 32,
+                                 .q_rows = 8,
+                                 .n_tokens = PAGES * PAGE,
+                                 .q_dtype = DKV_BF16},
+              8);
+    for (int i = 0; i < PAGES; i++)
+        table[i] = i;
+    c.block.page_tokens = PAGE;
+    c.block.table = (struct dkv_page_table){.entries = table, .n_entries = PAGES, .entry_bytes = 4};
+    c.block.key.page_stride = PAGE * c.block.key.token_stride;
+    c.block.value.page_stride = PAGE * c.block.value.token_stride;
+    dkv_case_plan(&c);
+    struct hostile hostile = {.c = &c, .table = table};
+    pthread_t thread;
+    struct dkv_engine *engine = open_engine(2);
+    struct answer a;
+    make_answer(&a, &c);
+    assert_int_equal(pthread_create(&thread, NULL, write_nonsense, &hostile), 0);
+    unsigned refused = 0;
+    for (int i = 0; i < 300; i++) {
+        run(engine, &a.item, 1);
+        if (a.item.status != DKV_OK) {
+            assert_int_equal(a.item.status, DKV_E_INVALID);
+            refused++;
+        }
+    }
+    atomic_store(&hostile.stop, true);
+    pthread_join(thread, NULL);
+    print_message("%u of 300 batches met the nonsense\n", refused);
+    run(engine, &a.item, 1);
+    assert_int_equal(a.item.status, DKV_OK);
+    free_answer(&a);
+    dkv_engine_cpu.close(engine);
+    dkv_case_fini(&c);
+}
+
 /* A million tokens that all live in a few pages: the table makes the block long, not the memory. */
 static void a_million_tokens_need_less_than_8_mib(void **state)
 {
@@ -421,6 +531,8 @@ int main(void)
         cmocka_unit_test(a_bad_item_does_not_fail_its_neighbours),
         cmocka_unit_test(the_first_of_several_faults_is_named),
         cmocka_unit_test(values_too_large_to_square_are_out_of_range),
+        cmocka_unit_test(finite_keys_whose_logits_overflow_are_an_error),
+        cmocka_unit_test(a_client_that_writes_meanwhile_spoils_only_its_own_answer),
         cmocka_unit_test(a_million_tokens_need_less_than_8_mib),
         cmocka_unit_test(device_memory_is_refused),
         cmocka_unit_test(engines_are_found_by_name),
