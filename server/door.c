@@ -161,7 +161,11 @@ static bool has_room(const struct dkv_door *door)
 
 static enum accepted accept_one(struct dkv_door *door)
 {
-    struct guest *guest = has_room(door) ? calloc(1, sizeof(*guest)) : NULL;
+    if (!has_room(door)) {
+        door->calls.make_room(door->calls.owner);
+        return NO_ROOM;
+    }
+    struct guest *guest = calloc(1, sizeof(*guest));
     if (guest == NULL)
         return NO_ROOM;
     guest->address_bytes = sizeof(guest->address);
@@ -215,6 +219,9 @@ static void on_timer(uv_timer_t *timer)
         if (now_ms - guest->since_ms > door->config.header_timeout_ms)
             send_away(guest, 408, DKV_REFUSAL_HEADER_TIME, "the header arrived too slowly");
     }
+    /* Whoever made us stop is waiting still; what was busy then may be idle now. */
+    if (!door->listening && !has_room(door))
+        door->calls.make_room(door->calls.owner);
     dkv_door_room(door);
     if (door->first == NULL && door->listening)
         uv_timer_stop(timer);

@@ -26,6 +26,8 @@ struct dkv_door_calls {
     void (*refused)(void *owner, enum dkv_refusal reason, const char *text);
     /* Connections beyond the door; with the guests they are at most max_connections. */
     unsigned (*n_inside)(void *owner);
+    /* Somebody may be waiting outside: ends a connection that only waits for a next request. */
+    void (*make_room)(void *owner);
 };
 
 struct dkv_door_config {

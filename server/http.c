@@ -321,6 +321,21 @@ static unsigned n_inside(void *owner)
     return http->conns.n;
 }
 
+/* Closes the connection that has been idle longest. */
+static void make_room(void *owner)
+{
+    struct dkv_http *http = owner;
+    struct dkv_conn *oldest = NULL;
+    for (struct dkv_conn *conn = http->conns.first; conn != NULL; conn = conn->next)
+        if (conn->phase == DKV_CONN_IDLE && !conn->doomed &&
+            (oldest == NULL || conn->phase_ms <= oldest->phase_ms))
+            oldest = conn;
+    if (oldest == NULL)
+        return;
+    shutdown(oldest->fd, SHUT_RDWR);
+    oldest->doomed = true;
+}
+
 /* The door, which owns the listening socket from then on. */
 static enum dkv_status open_door(struct dkv_http *http, const struct dkv_listen_address *address,
                                  struct dkv_error *err)
@@ -328,7 +343,7 @@ static enum dkv_status open_door(struct dkv_http *http, const struct dkv_listen_
     const struct dkv_config *config = http->server->config;
     const struct dkv_door_config door = {config->header_timeout_ms,
                                          (unsigned)config->max_connections};
-    const struct dkv_door_calls calls = {http, welcome, refused, n_inside};
+    const struct dkv_door_calls calls = {http, welcome, refused, n_inside, make_room};
     int listen_fd;
     enum dkv_status status = dkv_listen_open(address, &listen_fd, &http->port, err);
     if (status != DKV_OK)

@@ -247,6 +247,7 @@ int main(int argc, char **argv)
         pid_t pid;
         unsigned port;
         double best_s;
+        double first_s;
     } servers[3] = {{.name = "bare sink"}, {.name = "bare sink, 128 KiB"}, {.name = "dropkvd"}};
     servers[0].pid = start_sink(0, &servers[0].port);
     servers[1].pid = start_sink(128u << 10, &servers[1].port);
@@ -254,13 +255,16 @@ int main(int argc, char **argv)
     for (int round = 0; round < rounds; round++)
         for (int i = 0; i < 3; i++) {
             double took = upload_s(servers[i].port, head, json, n_bytes);
+            if (round == 0)
+                servers[i].first_s = took;
             if (round == 0 || took < servers[i].best_s)
                 servers[i].best_s = took;
         }
     const double body_mib = (double)(n_bytes + strlen(json)) / (1 << 20);
     const double peak_mib = (double)peak_rss_kib(servers[2].pid) / 1024;
     for (int i = 0; i < 3; i++) {
-        printf("%-20s %8.0f MiB/s\n", servers[i].name, body_mib / servers[i].best_s);
+        printf("%-20s %6.0f MiB/s, the first body %6.0f MiB/s\n", servers[i].name,
+               body_mib / servers[i].best_s, body_mib / servers[i].first_s);
         kill(servers[i].pid, SIGTERM);
         waitpid(servers[i].pid, NULL, 0);
     }

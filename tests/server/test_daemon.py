@@ -266,16 +266,28 @@ class Load(unittest.TestCase):
     def test_connections_beyond_the_limit_wait_their_turn(self):
         with Daemon(DROPKVD, "--max-connections", "4") as daemon:
             held = [daemon.connect() for _ in range(4)]
-            for connection in held:
-                connection.sendall(request("GET", "/v2/health/live"))
-                self.assertEqual(read_reply(connection).status, 200)
+            for connection in held:  # each is in the middle of a body
+                connection.sendall(request("POST", INFER, ["Content-Length: 100", "Expect: 100-continue"]))
+                self.assertEqual(read_reply(connection).status, 100)
             late = daemon.connect()
             late.sendall(request("GET", "/v2/health/live"))
+            self.assertFalse(is_closed(late, 0.2))
             held.pop().close()
             self.assertEqual(read_reply(late).status, 200)
             for connection in (*held, late):
                 connection.close()
 
+    def test_an_idle_connection_makes_room_for_a_new_one(self):
+        with Daemon(DROPKVD, "--max-connections", "4") as daemon:
+            held = [daemon.connect() for _ in range(4)]
+            for connection in held:
+                connection.sendall(request("GET", "/v2/health/live"))
+                self.assertEqual(read_reply(connection).status, 200)
+            for _ in range(20):
+                self.assertEqual(daemon.get("/v2/health/live").status, 200)
+            self.assertTrue(any(is_closed(connection, 0.1) for connection in held))
+            for connection in held:
+                connection.close()
 
 class Deadlines(unittest.TestCase):
     def drip(self, connection, piece, limit_s):
