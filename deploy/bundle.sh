@@ -54,7 +54,7 @@ if [ -f "$build/kernels/cuda/dkv-cuda.so" ]; then
     add_libraries "$build/kernels/cuda/dkv-cuda.so"
 fi
 if [ "$tests" = --tests ]; then
-    for program in "$build"/tests/gpu/* "$build"/tests/bench/* "$build"/tests/kernels/check_*; do
+    for program in "$build"/tests/gpu/* "$build"/tests/bench/* "$build"/tests/kernels/*; do
         [ -x "$program" ] && [ -f "$program" ] && add_program "$program"
     done
     mkdir -p "$out/data"

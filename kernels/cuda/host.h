@@ -25,7 +25,7 @@ extern "C" {
 #define DKV_CU_CHUNKS      32u
 #define DKV_CU_CHUNK_BYTES ((size_t)1 << 20)
 #define DKV_CU_JOBS        16u /* chunks that are filled together: half of all */
-#define DKV_CU_THREADS     4u  /* that fill them, unless the configuration says otherwise */
+#define DKV_CU_THREADS     8u  /* that fill them, unless the configuration says otherwise */
 #define DKV_CU_IO_BYTES    ((size_t)40 << 20)
 #define DKV_CU_EXTRA_BYTES ((size_t)8 << 20) /* of io: kept free for the scorers' work lists */
 #define DKV_CU_SCRATCH     ((size_t)96 << 20)

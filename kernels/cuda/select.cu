@@ -28,12 +28,12 @@ constexpr int threads = 512;
 constexpr int n_warps = threads / 32;
 constexpr int n_bins = 2048;
 constexpr int bins_per_thread = n_bins / threads;
-constexpr int max_ranked = 256; /* tokens ranked against each other */
+constexpr int max_ranked = 128; /* tokens ranked against each other */
 constexpr int max_cluster = 16;
 
-/* Tokens per block: wanted, and more than which a unit is spread over the cluster. */
-constexpr uint32_t block_tokens = 8192;
-constexpr uint32_t alone_tokens = 4096;
+constexpr uint32_t block_tokens = 8192;     /* of a unit that one block takes at most, if it can */
+constexpr uint32_t spread_tokens = 2048;    /* that are worth a block, while there are idle ones */
+constexpr uint32_t worthwhile_tokens = 256; /* with fewer in each block a unit is not spread */
 constexpr uint32_t min_pool_tokens = 1024;
 
 struct team {
@@ -122,26 +122,40 @@ __device__ void count_four(unsigned *histogram, const unsigned (&digit)[4])
     }
 }
 
+/* Scores of four adjacent tokens, the first a multiple of four; 0 outside the scope of pooling. */
+__device__ float4 load_scores(const select_task &t, int first)
+{
+    const int begin = static_cast<int>(t.scope_begin);
+    const int end = static_cast<int>(t.scope_end);
+    if (first >= begin && first + 4 <= end)
+        return *reinterpret_cast<const float4 *>(t.scores + first);
+    float4 x = {0, 0, 0, 0};
+    float *at[4] = {&x.x, &x.y, &x.z, &x.w};
+    for (int q = 0; q < 4; q++)
+        if (first + q >= begin && first + q < end)
+            *at[q] = t.scores[first + q];
+    return x;
+}
+
 /* Pools the part's tokens, stores their keys and counts their first digits. `stage` holds
  * pool_tokens scores and a window's margins. */
 __device__ void build_keys(const select_task &t, shared_state &s, const part &p,
                            uint32_t pool_tokens, float *stage)
 {
     const int half = static_cast<int>(t.kernel / 2);
+    const int margin = (half + 3) & ~3; /* so that loads stay aligned to 16 bytes */
     for (uint32_t first = p.begin; first < p.end; first += pool_tokens) {
         const int count = static_cast<int>(min(p.end - first, pool_tokens));
+        const int staged = ((count + 3) & ~3) + 2 * margin;
         __syncthreads();
-#pragma unroll 8
-        for (int i = threadIdx.x; i < ((count + 3) & ~3) + 2 * half; i += threads) {
-            const int token = static_cast<int>(first) - half + i;
-            const bool pooled = token >= static_cast<int>(t.scope_begin) &&
-                                token < static_cast<int>(t.scope_end);
-            stage[i] = pooled ? t.scores[token] : 0.0f;
-        }
+#pragma unroll 4
+        for (int i = 4 * threadIdx.x; i < staged; i += 4 * threads)
+            *reinterpret_cast<float4 *>(stage + i) = load_scores(t, static_cast<int>(first) -
+                                                                        margin + i);
         __syncthreads();
         for (int i = 4 * threadIdx.x; i < count; i += 4 * threads) {
             unsigned long long key[4];
-            select_keys(t, first + i, stage + i, key);
+            select_keys(t, first + i, stage + (margin - half) + i, key);
             ulonglong2 *to = reinterpret_cast<ulonglong2 *>(p.keys + (first - p.begin) + i);
             to[0] = {key[0], key[1]};
             to[1] = {key[2], key[3]};
@@ -175,14 +189,12 @@ struct words {
     unsigned index; /* complemented */
 };
 
-/* True if the token's digits before d are the decided ones. Later words are only looked up where
- * the earlier ones agree. */
+/* True if the token's digits before d, a digit of the raw score or the index, are the decided ones.
+ * Later words are only looked up where the earlier ones agree. */
 __device__ bool matches(const select_task &t, const words &decided, const digit &d,
                         unsigned long long key, uint32_t i)
 {
     const int above = d.shift + d.width;
-    if (d.word == 0)
-        return above >= 64 || (key ^ decided.key) >> above == 0;
     if (key != decided.key)
         return false;
     const unsigned raw = select_raw_bits(t.scores[i]);
@@ -200,6 +212,26 @@ __device__ unsigned digit_of(const select_task &t, const digit &d, unsigned long
     return static_cast<unsigned>(word >> d.shift) & ((1u << d.width) - 1);
 }
 
+/* Calls use(key, token) for the part's tokens that share all digits before d. In rounds of the key
+ * a padding token may be among them: it is behind all real ones, so that counts stay right. */
+template <typename Use>
+__device__ __forceinline__ void for_matching(const select_task &t, const part &p,
+                                             const words &decided, const digit &d, Use use)
+{
+    const int above = d.shift + d.width;
+    const bool all = d.word == 0 && above >= 64;
+    const unsigned long long want = all ? 0 : decided.key >> above;
+    for (uint32_t i = p.begin + 4 * threadIdx.x; i < p.end; i += 4 * threads) {
+        unsigned long long key[4];
+        load_four(p, i, key);
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+            if (d.word == 0 ? all || key[q] >> above == want
+                            : i + q < p.end && matches(t, decided, d, key[q], i + q))
+                use(key[q], i + q);
+    }
+}
+
 /* Histogram of digit d over the part's tokens that share all digits before. */
 __device__ void count_round(const select_task &t, shared_state &s, const part &p,
                             const words &decided, const digit &d)
@@ -207,14 +239,9 @@ __device__ void count_round(const select_task &t, shared_state &s, const part &p
     for (int i = threadIdx.x; i < n_bins; i += threads)
         s.histogram[i] = 0;
     __syncthreads();
-    for (uint32_t i = p.begin + 4 * threadIdx.x; i < p.end; i += 4 * threads) {
-        unsigned long long key[4];
-        load_four(p, i, key);
-#pragma unroll
-        for (int q = 0; q < 4; q++)
-            if (i + q < p.end && matches(t, decided, d, key[q], i + q))
-                atomicAdd(s.histogram + digit_of(t, d, key[q], i + q), 1u);
-    }
+    for_matching(t, p, decided, d, [&](unsigned long long key, uint32_t i) {
+        atomicAdd(s.histogram + digit_of(t, d, key, i), 1u);
+    });
 }
 
 /* Adds up the crew's histograms, each block its slice of bins. */
@@ -258,9 +285,8 @@ __device__ void find_bin(const crew &c, shared_state &s, unsigned wanted)
     if (lane == 31)
         s.warp_counts[warp] = upto;
     __syncthreads();
-    unsigned above = upto - sum;
-    for (int w = 0; w < warp; w++)
-        above += s.warp_counts[w];
+    const unsigned above_warp = __reduce_add_sync(~0u, lane < warp ? s.warp_counts[lane] : 0);
+    unsigned above = above_warp + upto - sum;
     if (above < wanted && above + sum >= wanted) {
 #pragma unroll
         for (int b = 0; b < bins_per_thread; b++) {
@@ -291,23 +317,23 @@ __device__ unsigned gather_candidates(const select_task &t, const crew &c, share
     for (int i = threadIdx.x; i < max_ranked; i += threads)
         s.ahead[i] = 0;
     __syncthreads();
-    for (uint32_t i = p.begin + 4 * threadIdx.x; i < p.end; i += 4 * threads) {
-        unsigned long long key[4];
-        load_four(p, i, key);
-#pragma unroll
-        for (int q = 0; q < 4; q++)
-            if (i + q < p.end && matches(t, decided, next, key[q], i + q))
-                s.mine[atomicAdd(&s.n_mine, 1u)] = {key[q], select_raw_bits(t.scores[i + q]),
-                                                    i + q};
-    }
+    for_matching(t, p, decided, next, [&](unsigned long long key, uint32_t i) {
+        if (i < p.end)
+            s.mine[atomicAdd(&s.n_mine, 1u)] = {key, select_raw_bits(t.scores[i]), i};
+    });
     crew_sync(c);
-    unsigned count = 0;
-    for (uint32_t rank = 0; rank < c.size; rank++) {
-        const unsigned n = *of_rank(c, &s.n_mine, rank);
+    /* Warp w copies what the block of rank w has; all remote reads are in flight together. */
+    static_assert(n_warps == max_cluster, "a warp a block");
+    const int lane = threadIdx.x % 32;
+    const uint32_t rank = threadIdx.x / 32;
+    const unsigned n = static_cast<uint32_t>(lane) < c.size ? *of_rank(c, &s.n_mine, lane) : 0;
+    const unsigned count = __reduce_add_sync(~0u, n);
+    const unsigned first = __reduce_add_sync(~0u, static_cast<uint32_t>(lane) < rank ? n : 0);
+    const unsigned here = __shfl_sync(~0u, n, rank);
+    if (rank < c.size) {
         const candidate *from = of_rank(c, s.mine, rank);
-        for (unsigned i = threadIdx.x; i < n; i += threads)
-            s.ranked[count + i] = from[i];
-        count += n;
+        for (unsigned i = lane; i < here; i += 32)
+            s.ranked[first + i] = from[i];
     }
     __syncthreads();
     return count;
@@ -414,11 +440,10 @@ __device__ void write_kept(const select_task &t, const crew &c, shared_state &s,
     if (lane == 0)
         s.warp_counts[warp] = count;
     __syncthreads();
-    if (threadIdx.x == 0) {
-        unsigned sum = 0;
-        for (int w = 0; w < n_warps; w++)
-            sum += s.warp_counts[w];
-        s.n_kept = sum;
+    if (warp == 0) {
+        count = __reduce_add_sync(~0u, lane < n_warps ? s.warp_counts[lane] : 0);
+        if (lane == 0)
+            s.n_kept = count;
     }
     crew_sync(c);
     unsigned at = 0;
@@ -453,21 +478,22 @@ __global__ void __launch_bounds__(threads, 2)
     extern __shared__ __align__(16) unsigned char memory[];
     shared_state &s = *reinterpret_cast<shared_state *>(memory);
     float *stage = reinterpret_cast<float *>(&s + 1);
-    for (int i = threadIdx.x; i < n_bins; i += threads)
-        s.histogram[i] = 0;
-#if __CUDA_ARCH__ >= 900
-    cudaGridDependencySynchronize(); /* scores are there from here on */
-#endif
     const team team = teams[blockIdx.x / cluster];
     const uint32_t place = blockIdx.x % cluster;
     const bool together = team.n_units == 1;
     const crew c = {together ? cluster : 1, together ? place : 0};
     if (!together && place >= team.n_units)
         return;
-    if (threadIdx.x == 0) {
-        const dkv_cu_unit &unit = units[team.first_unit + (together ? 0 : place)];
+    const dkv_cu_unit &unit = units[team.first_unit + (together ? 0 : place)];
+    if (threadIdx.x == 0)
         s.task = select_task_of(blocks[unit.block], unit);
-    }
+    for (int i = threadIdx.x; i < n_bins; i += threads)
+        s.histogram[i] = 0;
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize(); /* all above was there before scoring began */
+#endif
+    if (threadIdx.x == 0)
+        select_after_scoring(s.task, unit);
     __syncthreads();
     const select_task t = s.task;
     const uint32_t share = ((t.n + c.size - 1) / c.size + 31) & ~31u;
@@ -516,13 +542,19 @@ const dkv_cu_block &block_of(const dkv_cu_wave *wave, uint32_t unit)
     return wave->blocks_host[wave->units_host[unit].block];
 }
 
+/* True if one block of the cluster takes the whole unit. */
+bool is_alone(uint32_t n, uint32_t cluster)
+{
+    return n <= worthwhile_tokens * cluster;
+}
+
 /* Walks the wave's teams for a cluster size; `out` may be NULL. Returns their number. */
 uint32_t make_teams(const dkv_cu_wave *wave, uint32_t cluster, team *out)
 {
     uint32_t n_teams = 0;
     uint32_t open = 0; /* units of the team that is being filled with short ones */
     for (uint32_t u = 0; u < wave->n_units; u++) {
-        const bool alone = cluster > 1 && block_of(wave, u).n_valid <= alone_tokens;
+        const bool alone = cluster > 1 && is_alone(block_of(wave, u).n_valid, cluster);
         if (alone && open > 0 && open < cluster) {
             open++;
             if (out)
@@ -546,21 +578,21 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
     for (uint32_t u = 0; u < wave->n_units; u++) {
         const dkv_cu_block &block = block_of(wave, u);
         longest = block.n_valid > longest ? block.n_valid : longest;
-        n_long += block.n_valid > alone_tokens;
+        n_long += block.n_valid > spread_tokens;
     }
     shape s = {1, 0, min_pool_tokens, 0};
     const uint32_t fits = shared_tokens(device) < block_tokens ? shared_tokens(device)
                                                                : block_tokens;
-    while (s.cluster < device->cluster_max && longest > alone_tokens &&
+    while (s.cluster < device->cluster_max &&
            (block_share(longest, s.cluster) > fits ||
-            (block_share(longest, s.cluster) > 2048 &&
+            (block_share(longest, s.cluster) > spread_tokens &&
              n_long * s.cluster * 2 <= static_cast<uint32_t>(device->multiprocessors))))
         s.cluster *= 2;
     uint32_t keys = 0;
     uint32_t tokens = 0;
     for (uint32_t u = 0; u < wave->n_units; u++) {
         const dkv_cu_block &block = block_of(wave, u);
-        const bool spread = s.cluster > 1 && block.n_valid > alone_tokens;
+        const bool spread = s.cluster > 1 && !is_alone(block.n_valid, s.cluster);
         const uint32_t share = block_share(block.n_valid, spread ? s.cluster : 1);
         tokens = share > tokens ? share : tokens;
         if (!wave->units_host[u].keys && share > keys)
@@ -568,7 +600,7 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
     }
     while (s.pool_tokens < tokens && s.pool_tokens < block_tokens &&
            shared_bytes_of(2 * s.pool_tokens, keys) <=
-               static_cast<size_t>(device->shared_bytes_max))
+               static_cast<size_t>(device->shared_bytes_max / 2 - 1024)) /* two fit */
         s.pool_tokens *= 2;
     s.n_teams = make_teams(wave, s.cluster, nullptr);
     s.shared_bytes = shared_bytes_of(s.pool_tokens, keys);
@@ -628,8 +660,7 @@ extern "C" cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device)
 
 extern "C" bool dkv_cu_select_needs_keys(const struct dkv_cu_device *device, uint32_t n_valid)
 {
-    return block_share(n_valid, n_valid > alone_tokens ? device->cluster_max : 1) >
-           shared_tokens(device);
+    return block_share(n_valid, device->cluster_max) > shared_tokens(device);
 }
 
 extern "C" size_t dkv_cu_select_extra_bytes(const struct dkv_cu_wave *wave)

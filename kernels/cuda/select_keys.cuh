@@ -17,6 +17,7 @@ struct select_task {
     int32_t *keep_out;
     unsigned long long *keys; /* NULL: shared memory */
     uint32_t n;
+    uint32_t window;
     uint32_t keep;
     uint32_t first_index;
     uint32_t protected_end;   /* tokens before it, */
@@ -24,7 +25,9 @@ struct select_task {
     uint32_t lone_key;        /* and this one; ~0: none */
     uint32_t scope_begin;     /* of pooling */
     uint32_t scope_end;
-    uint32_t kernel; /* 1: no pooling */
+    uint32_t kernel;      /* 1: no pooling */
+    uint32_t plain_begin; /* candidates whose max is pooled, and nothing else to do */
+    uint32_t plain_end;
     bool average;
     float descale; /* applied twice */
 };
@@ -74,15 +77,17 @@ __device__ inline double select_pooled_sum(const float *x, uint32_t kernel)
 }
 
 /* Largest of the windows that start at window, window + 1, ..; four at once share most of their
- * work for the default kernel. `window` is aligned to 16 bytes and the 16 floats behind it can be
- * read. */
+ * work for the default kernel, whose window, five tokens on either side, starts three floats behind
+ * a multiple of 16 bytes. */
 __device__ inline void select_pooled_max(const float *window, uint32_t kernel, float (&best)[4])
 {
     if (kernel == 11) {
-        float x[16];
+        float aligned[20];
+        const float *x = aligned + 3;
 #pragma unroll
-        for (int i = 0; i < 16; i += 4)
-            *reinterpret_cast<float4 *>(x + i) = *reinterpret_cast<const float4 *>(window + i);
+        for (int i = 0; i < 20; i += 4)
+            *reinterpret_cast<float4 *>(aligned + i) = *reinterpret_cast<const float4 *>(window -
+                                                                                         3 + i);
         float common = x[3]; /* x[3] to x[10] are in all four */
 #pragma unroll
         for (int i = 4; i < 11; i++)
@@ -132,6 +137,13 @@ __device__ inline void select_keys(const select_task &t, uint32_t i, const float
     float best[4];
     if (!t.average)
         select_pooled_max(window, t.kernel, best);
+    if (i >= t.plain_begin && i + 4 <= t.plain_end) { /* most of them */
+#pragma unroll
+        for (int q = 0; q < 4; q++)
+            key[q] = 1ULL << 62 | static_cast<unsigned long long>(select_raw_bits(best[q])) << 31 |
+                     select_raw_bits(window[half + q]);
+        return;
+    }
 #pragma unroll
     for (int q = 0; q < 4; q++) {
         const uint32_t token = i + q;
@@ -184,17 +196,26 @@ __device__ inline select_task select_task_of(const dkv_cu_block &block, const dk
     t.keep_out = unit.keep_out;
     t.keys = unit.keys;
     t.n = block.n_valid;
+    t.window = block.window;
     t.keep = block.keep;
     t.first_index = block.valid_from;
     t.protected_end = block.sinks;
     t.protected_begin = block.n_valid - block.recent;
-    t.lone_key = select_lone_key(unit.mask, block.n_valid, block.window);
     t.scope_begin = block.pool_prefix ? block.sinks : 0;
     t.scope_end = block.pool_prefix ? t.protected_begin : t.n;
     t.kernel = block.pool == DKV_POOL_NONE ? 1 : block.kernel;
     t.average = block.pool == DKV_POOL_AVG;
-    t.descale = unit.scores_out ? ldexpf(1.0f, -*unit.exponent) : 0.0f;
     return t;
+}
+
+/* The rest, known only after scoring. */
+__device__ inline void select_after_scoring(select_task &t, const dkv_cu_unit &unit)
+{
+    t.lone_key = select_lone_key(t.mask, t.n, t.window);
+    const bool plain = !t.average && !t.mask && !t.scores_out && t.lone_key == ~0u;
+    t.plain_begin = max(t.scope_begin, t.protected_end);
+    t.plain_end = plain ? min(t.scope_end, t.protected_begin) : 0;
+    t.descale = t.scores_out ? ldexpf(1.0f, -*unit.exponent) : 0.0f;
 }
 
 #endif

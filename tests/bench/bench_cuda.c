@@ -7,6 +7,7 @@
  *   read     one plain read of all bytes of K and V; for K and V on the host, one copy of as many
  *            bytes from pinned memory, to be compared with wall
  *   scores   scoring kernels           keep   scoring and selection: kept indices on the device
+ *   select   selection alone; in keep it starts while scoring ends
  *   all      also upload of the work list and download of the indices
  *
  * `ratio` is keep / read. The kept sets of one block a case are compared with the CPU engine's.
@@ -324,7 +325,7 @@ static float read_once(struct bench *bench)
 }
 
 struct figures {
-    float scores, keep, all, wall;
+    float scores, select, keep, all, wall;
 };
 
 static double now_us(void)
@@ -346,7 +347,7 @@ static void run_items(struct bench *bench, struct dkv_item *items, unsigned n)
 
 static struct figures score(struct bench *bench, const struct shape *shape)
 {
-    float scores[MAX_RUNS], keep[MAX_RUNS], all[MAX_RUNS], wall[MAX_RUNS], us[4];
+    float scores[MAX_RUNS], select[MAX_RUNS], keep[MAX_RUNS], all[MAX_RUNS], wall[MAX_RUNS], us[4];
     struct dkv_error err;
     for (int split = 0; split < 2; split++) {
         if (bench->time_stages(bench->engine, split, &err) != DKV_OK)
@@ -359,6 +360,7 @@ static struct figures score(struct bench *bench, const struct shape *shape)
                 die("times", err.text);
             if (i >= 3 && split) {
                 scores[i - 3] = us[1];
+                select[i - 3] = us[2];
             } else if (i >= 3) {
                 keep[i - 3] = us[1];
                 all[i - 3] = us[0] + us[1] + us[3];
@@ -371,8 +373,9 @@ static struct figures score(struct bench *bench, const struct shape *shape)
         run_items(bench, set->items, shape->n_blocks);
         wall[i] = (float)(now_us() - start);
     }
-    return (struct figures){median(scores, bench->runs), median(keep, bench->runs),
-                            median(all, bench->runs), median(wall, bench->runs)};
+    return (struct figures){median(scores, bench->runs), median(select, bench->runs),
+                            median(keep, bench->runs), median(all, bench->runs),
+                            median(wall, bench->runs)};
 }
 
 /* ---- checking ---- */
@@ -459,10 +462,10 @@ static void run_case(struct bench *bench, const struct shape *shape)
     }
     struct dkv_engine_info info;
     bench->ops->info(bench->engine, &info);
-    printf("%-20s %8.1f %8.1f %8.1f %8.1f %8.1f %8.1f %6.2f %8.2f  %s\n", shape->name,
-           (double)bench->cache_bytes / 1e6, (double)read, (double)f.scores, (double)f.keep,
-           (double)f.all, (double)f.wall, (double)(f.keep / read), (double)info.scratch_bytes / 1e6,
-           checked);
+    printf("%-20s %8.1f %8.1f %8.1f %8.1f %8.1f %8.1f %8.1f %6.2f %8.2f  %s\n", shape->name,
+           (double)bench->cache_bytes / 1e6, (double)read, (double)f.scores, (double)f.select,
+           (double)f.keep, (double)f.all, (double)f.wall, (double)(f.keep / read),
+           (double)info.scratch_bytes / 1e6, checked);
     fflush(stdout);
     free_sets(bench);
 }
@@ -537,8 +540,8 @@ int main(int argc, char **argv)
     if (profiled)
         profile(argv[0], only != NULL ? only : "llama-128k");
     open_engine(&bench);
-    printf("%-20s %8s %8s %8s %8s %8s %8s %6s %8s  %s\n", "case (us)", "MB", "read", "scores",
-           "keep", "all", "wall", "ratio", "scratch", "kept, against the CPU engine");
+    printf("%-20s %8s %8s %8s %8s %8s %8s %8s %6s %8s  %s\n", "case (us)", "MB", "read", "scores",
+           "select", "keep", "all", "wall", "ratio", "scratch", "kept, against the CPU engine");
     for (size_t c = 0; c < sizeof(shapes) / sizeof(shapes[0]); c++)
         if (only == NULL || strcmp(only, shapes[c].name) == 0)
             run_case(&bench, &shapes[c]);

@@ -34,12 +34,12 @@ run() {
 # The reference is slow and on the CPU: several processes share the cases, and the GPU.
 jobs=$(nproc)
 [ "$jobs" -gt 12 ] && jobs=12
-echo "== check_random: $cases cases in $jobs processes"
+echo "== check_gpu_random: $cases cases in $jobs processes"
 each=$(((cases + jobs - 1) / jobs))
 logs=$(mktemp -d)
 pids=
 for job in $(seq "$jobs"); do
-    "$dir/bin/check_random" "$each" $((job * 1000000)) 1 >"$logs/$job" 2>&1 &
+    "$dir/bin/check_gpu_random" "$each" $((job * 1000000)) 1 >"$logs/$job" 2>&1 &
     pids="$pids $!"
 done
 for pid in $pids; do
@@ -54,13 +54,16 @@ grep -h "worst" "$logs"/* | sort | awk '{ m[$1] = m[$1] > $4+0 ? m[$1] : $4+0; x
 awk '/ cases: /{ c += $1; r += $3; e += $12; w += $14; b += $20; f += $(NF-1) }
     END { print c, "cases,", f + 0, "failures" }' "$logs"/*
 rm -rf "$logs"
-for test in "$dir"/bin/test_gpu_*; do
-    [ -x "$test" ] && run "$test"
+run "$dir/bin/test_gpu_engine"
+# The tests that take the name of an engine, on this one.
+for test in golden layouts metamorphic nasty same_bits; do
+    run "$dir/bin/test_$test" cuda:0
 done
+run "$dir/bin/check_random" cuda:0 300 1
 if $sanitize; then
     for tool in memcheck racecheck initcheck synccheck; do
         LD_LIBRARY_PATH=$dir/lib run compute-sanitizer --tool $tool --error-exitcode 1 \
-            "$dir/programs/check_random" 48 7
+            "$dir/programs/check_gpu_random" 48 7
     done
 fi
 $bench && run "$dir/bin/bench_cuda"

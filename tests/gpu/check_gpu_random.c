@@ -4,7 +4,7 @@
  * reference, by the accuracy rule of docs/numerics.md. Blocks run in batches of up to 16; some
  * batches are run again block by block, and every bit must be the same.
  *
- * usage: check_random [CASES [SEED [THREADS]]]; prints one line per failure with the seed that
+ * usage: check_gpu_random [CASES [SEED [THREADS]]]; prints one line per failure with the seed that
  * makes it. Exit 77 without a device.
  */
 #include <stdio.h>
