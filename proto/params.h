@@ -35,6 +35,7 @@ enum dkv_pool_scope { DKV_POOL_SCOPE_ALL = 0, DKV_POOL_SCOPE_PREFIX };
 enum dkv_p_round { DKV_P_ROUND_NONE = 0, DKV_P_ROUND_INPUT };
 enum dkv_gqa { DKV_GQA_MEAN = 0, DKV_GQA_MAX, DKV_GQA_SUM };
 enum dkv_on_conflict { DKV_CONFLICT_PROTECT = 0, DKV_CONFLICT_BUDGET, DKV_CONFLICT_ERROR };
+enum dkv_on_overload { DKV_OVERLOAD_REFUSE = 0, DKV_OVERLOAD_RECENCY };
 enum dkv_nonfinite { DKV_NONFINITE_ERROR = 0, DKV_NONFINITE_MASK };
 
 /* Bits of dkv_params.set, one per field below. */
@@ -63,6 +64,7 @@ enum dkv_param_id {
     DKV_PARAM_STREAM,
     DKV_PARAM_PRIORITY,
     DKV_PARAM_TIMEOUT,
+    DKV_PARAM_ON_OVERLOAD,
     DKV_PARAM_COUNT,
 };
 
@@ -92,6 +94,7 @@ struct dkv_params {
     int64_t priority; /* 0: default level; 1: highest */
     int64_t timeout;  /* microseconds; 0: the server's */
     char stream[DKV_STREAM_NAME_MAX + 1];
+    enum dkv_on_overload on_overload;
 };
 
 /* Nothing set. */

@@ -14,6 +14,7 @@ static const char *const pool_scope_words[] = {"all", "prefix", NULL};
 static const char *const p_round_words[] = {"none", "input", NULL};
 static const char *const gqa_words[] = {"mean", "max", "sum", NULL};
 static const char *const on_conflict_words[] = {"protect", "budget", "error", NULL};
+static const char *const on_overload_words[] = {"refuse", "recency", NULL};
 static const char *const nonfinite_words[] = {"error", "mask", NULL};
 
 /* Counts of tokens may exceed what a block can hold (a budget larger than the prompt keeps it all),
@@ -98,6 +99,8 @@ const struct dkv_param_row dkv_param_rows[DKV_PARAM_COUNT] = {
         "1 is served first; 0 and levels the server does not have mean its default."),
     INT(TIMEOUT, timeout, 0, TIMEOUT_MAX, "0.." TIMEOUT_RANGE, "us",
         "Longest wait for an answer; 0 leaves it to the server."),
+    WORD(ON_OVERLOAD, on_overload, "refuse | recency",
+         "When the server cannot take the request: refuse it, or keep sinks and the latest tokens."),
 };
 /* clang-format on */
 

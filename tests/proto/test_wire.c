@@ -383,6 +383,7 @@ static void every_parameter_travels_with_its_value(void **state)
         {"stream", "tenant-7"},
         {"priority", "2"},
         {"timeout", "250000"},
+        {"on_overload", "recency"},
         {"compression_ratio", "0.5"},
         {"keep_tokens", "7"},
     };
@@ -437,6 +438,7 @@ static void parameter_numbers_never_change(void **state)
         "stream",
         "priority",
         "timeout",
+        "on_overload",
     };
     for (unsigned i = 0; i < sizeof(names) / sizeof(names[0]); i++)
         assert_string_equal(dkv_param_info((enum dkv_param_id)i)->name, names[i]);
