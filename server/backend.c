@@ -1,267 +1,346 @@
-/* One thread that owns the engine, a mutex, and two lists.
+/* The admission queue between those who submit and the workers.
  *
- *   loop                      mutex                        engine thread
- *   submit -----------------> queue (FIFO) --------------> batch (its own array of items)
- *   done() <-- uv_async <---- finished <------------------ results copied back into the jobs
+ *   submit --> offer ---+                        +--> launch --> worker
+ *                       v                        |                  |
+ *                  admission queue -- next() ----+    complete() <--+ done / lost
+ *                       |
+ *                       +-- pop_done() --> job->done()
  *
- * uv_async_send() coalesces, so on_finished() takes the whole list every time. The engine must be
- * used from one thread, so that thread opens and closes it as well; open() waits for the outcome.
- *
- * A batch is several jobs only if they are small: together they fill threads that one small job
- * cannot, while a large job gains nothing and would make its companions wait. Between dequeue and
- * reply nothing is allocated: the array of items is made at start.
+ * The queue never calls back, so every event here is followed by pump(): launch what may run, hand
+ * out what has ended, set the timer for the next deadline. A done() may submit or cancel, which
+ * comes back here; pump() is not entered twice, it goes round once more instead. submit() launches
+ * but leaves endings to the loop's next turn, so that no caller sees its job end before it knows
+ * that it was taken.
  */
 #include "server/backend.h"
 
 #include "server/clock.h"
 #include "server/log.h"
+#include "server/worker.h"
 
 #include <assert.h>
-#include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
 
-struct job_list {
-    struct dkv_job *first;
-    struct dkv_job **tail;
-    unsigned n;
+struct device {
+    struct dkv_worker *worker;
+    struct dkv_engine_info engine;
+    bool up;
+    struct dkv_run runs[DKV_ADMISSION_FLIGHT_MAX];
 };
 
 struct dkv_backend {
     const struct dkv_config *config;
-    pthread_t thread;
-    uv_async_t wake_loop;
-
-    pthread_mutex_t lock; /* guards what follows, and job->cancelled */
-    pthread_cond_t wake_thread;
-    struct job_list queue;
-    struct job_list finished;
-    unsigned n_running;
-    bool stopping;
-    bool opened; /* open() may go on: open_status says how it went */
-    enum dkv_status open_status;
-    struct dkv_error open_error;
-    struct dkv_engine_info engine_info;
-
-    /* The engine thread's own. */
-    const struct dkv_engine_ops *ops;
-    struct dkv_engine *engine;
-    struct dkv_item *batch_items; /* [DKV_BLOCKS_MAX] */
+    uv_loop_t *loop;
+    uv_timer_t timer;
+    struct dkv_admission *queue;
+    struct dkv_admission_config limits;
+    struct dkv_list clients;
+    struct dkv_list ended; /* jobs answered without a device, until the loop's next turn */
+    struct device devices[DKV_ADMISSION_DEVICES_MAX];
+    unsigned n_devices;
+    unsigned n_running; /* jobs */
+    bool pumping;
+    bool again;
 };
 
-static void list_init(struct job_list *list)
+struct dkv_backend_client {
+    struct dkv_admission_client share;
+    struct dkv_backend *backend;
+    struct dkv_list node;
+    unsigned n_refs;
+    char name[64]; /* "": nobody else may find it */
+};
+
+static uint64_t now_us(void)
 {
-    *list = (struct job_list){NULL, &list->first, 0};
+    return dkv_clock_ns() / 1000;
 }
 
-static void list_push(struct job_list *list, struct dkv_job *job)
+static struct dkv_job *job_of(struct dkv_admission_entry *entry)
 {
-    job->next = NULL;
-    *list->tail = job;
-    list->tail = &job->next;
-    list->n++;
+    return DKV_LIST_OF(entry, struct dkv_job, entry);
 }
 
-static struct dkv_job *list_pop(struct job_list *list)
+/* ---- clients ---- */
+
+static void free_client(struct dkv_backend_client *client)
 {
-    struct dkv_job *job = list->first;
-    if (job == NULL)
+    dkv_admission_client_fini(client->backend->queue, &client->share);
+    dkv_list_remove(&client->node);
+    free(client);
+}
+
+static void free_if_unused(struct dkv_backend_client *client)
+{
+    if (client->n_refs == 0 && client->share.n_open == 0)
+        free_client(client);
+}
+
+struct dkv_backend_client *dkv_backend_client_get(struct dkv_backend *backend, const char *name)
+{
+    if (name != NULL)
+        DKV_LIST_EACH (node, &backend->clients) {
+            struct dkv_backend_client *client = DKV_LIST_OF(node, struct dkv_backend_client, node);
+            if (*client->name != '\0' && strcmp(client->name, name) == 0) {
+                client->n_refs++;
+                return client;
+            }
+        }
+    struct dkv_backend_client *client = calloc(1, sizeof(*client));
+    if (client == NULL)
         return NULL;
-    list->first = job->next;
-    if (list->first == NULL)
-        list->tail = &list->first;
-    list->n--;
-    job->next = NULL;
-    return job;
+    client->backend = backend;
+    client->n_refs = 1;
+    snprintf(client->name, sizeof(client->name), "%s", name != NULL ? name : "");
+    dkv_admission_client_init(backend->queue, &client->share);
+    dkv_list_push_back(&backend->clients, &client->node);
+    return client;
 }
 
-/* Takes everything; the result is a chain by `next`. */
-static struct dkv_job *list_take_all(struct job_list *list)
+bool dkv_backend_client_is(const struct dkv_backend_client *client, const char *name)
 {
-    struct dkv_job *chain = list->first;
-    list_init(list);
-    return chain;
+    return strcmp(client->name, name != NULL ? name : "") == 0;
 }
 
-static void end_job(struct dkv_job *job, enum dkv_status status, const char *text)
+void dkv_backend_client_put(struct dkv_backend_client *client)
 {
-    job->status = dkv_error_set(&job->error, status, "%s", text);
-    job->finished_ns = dkv_clock_ns();
+    if (client == NULL)
+        return;
+    client->n_refs--;
+    free_if_unused(client);
 }
 
-/* ---- the engine thread ---- */
+/* ---- how jobs end ---- */
 
-static enum dkv_status open_engine(struct dkv_backend *backend, struct dkv_error *err)
+static const char *ending_text(const struct dkv_admission_entry *entry)
 {
-    struct dkv_engine_config config = {.threads = (unsigned)backend->config->threads};
-    enum dkv_status status = dkv_engine_find(backend->config->device, &backend->ops, &config.device,
-                                             err);
-    if (status == DKV_OK)
-        status = backend->ops->open(&config, &backend->engine, err);
-    return status;
-}
-
-static void publish_engine(struct dkv_backend *backend)
-{
-    struct dkv_error err = {0};
-    enum dkv_status status = open_engine(backend, &err);
-    struct dkv_engine_info info = {0};
-    if (status == DKV_OK)
-        backend->ops->info(backend->engine, &info);
-    pthread_mutex_lock(&backend->lock);
-    backend->open_status = status;
-    backend->open_error = err;
-    backend->engine_info = info;
-    backend->opened = true;
-    pthread_cond_broadcast(&backend->wake_thread);
-    pthread_mutex_unlock(&backend->lock);
-}
-
-/* Moves jobs of one batch from the queue to `batch`, with the lock held. Jobs that must not start
- * any more end here. */
-static void form_batch(struct dkv_backend *backend, struct job_list *batch, size_t *n_items_out,
-                       uint64_t *n_tokens_out)
-{
-    const uint64_t now_ns = dkv_clock_ns();
-    size_t n_items = 0;
-    uint64_t n_tokens = 0;
-    while (backend->queue.first != NULL) {
-        struct dkv_job *job = backend->queue.first;
-        if (job->deadline_ns != 0 && now_ns >= job->deadline_ns) {
-            list_pop(&backend->queue);
-            end_job(job, DKV_E_TIMEOUT, "the deadline passed before the work started");
-            list_push(&backend->finished, job);
-            continue;
-        }
-        if (batch->n > 0 && (n_items + job->request.n_blocks > backend->config->max_batch_items ||
-                             n_tokens + job->n_stored_tokens > backend->config->max_batch_tokens))
-            break;
-        list_push(batch, list_pop(&backend->queue));
-        n_items += job->request.n_blocks;
-        n_tokens += job->n_stored_tokens;
-    }
-    backend->n_running = batch->n;
-    *n_items_out = n_items;
-    *n_tokens_out = n_tokens;
-}
-
-static void judge_job(struct dkv_job *job)
-{
-    for (uint32_t i = 0; i < job->request.n_blocks; i++)
-        if (job->items[i].status != DKV_OK) {
-            job->status = job->items[i].status;
-            job->error = job->items[i].error;
-            return;
-        }
-    job->status = DKV_OK;
-}
-
-static void run_batch(struct dkv_backend *backend, struct job_list *batch, size_t n_items,
-                      uint64_t n_tokens)
-{
-    struct dkv_item *items = backend->batch_items;
-    struct dkv_error err = {0};
-    const uint64_t started_ns = dkv_clock_ns();
-    size_t at = 0;
-    for (struct dkv_job *job = batch->first; job != NULL; job = job->next) {
-        memcpy(items + at, job->items, job->request.n_blocks * sizeof(*items));
-        at += job->request.n_blocks;
-    }
-    assert(at == n_items);
-    enum dkv_status status = dkv_engine_run(backend->ops, backend->engine, items, n_items, &err);
-    const uint64_t finished_ns = dkv_clock_ns();
-
-    at = 0;
-    for (struct dkv_job *job = batch->first; job != NULL; job = job->next) {
-        memcpy(job->items, items + at, job->request.n_blocks * sizeof(*items));
-        at += job->request.n_blocks;
-        job->started_ns = started_ns;
-        job->finished_ns = finished_ns;
-        job->batch_items = (unsigned)n_items;
-        job->batch_tokens = n_tokens;
-        job->batch_first = job == batch->first;
-        if (status == DKV_OK) {
-            judge_job(job);
-        } else {
-            job->status = status;
-            job->error = err;
-        }
+    switch (entry->status) {
+    case DKV_E_TIMEOUT:
+        return entry->launched_us == 0 ? "the deadline passed before the work started"
+                                       : "the deadline passed while the work ran";
+    case DKV_E_CANCELLED: return "the caller went away";
+    case DKV_E_DRAINING: return "the server is shutting down";
+    case DKV_E_UNAVAILABLE: return "no device is left that could run this";
+    case DKV_E_DEVICE: return "the device was lost twice while it ran this request";
+    default: return dkv_status_info(entry->status)->text;
     }
 }
 
-static void finish_batch(struct dkv_backend *backend, struct job_list *batch)
+static void hand_out(struct dkv_job *job)
 {
-    struct dkv_job *job;
-    const uint64_t now_ns = dkv_clock_ns();
-    backend->ops->info(backend->engine, &backend->engine_info);
-    while ((job = list_pop(batch)) != NULL) {
-        if (job->cancelled)
-            end_job(job, DKV_E_CANCELLED, "the caller went away");
-        else if (job->deadline_ns != 0 && now_ns >= job->deadline_ns)
-            end_job(job, DKV_E_TIMEOUT, "the deadline passed while the work ran");
-        list_push(&backend->finished, job);
+    struct dkv_backend_client *client = job->client;
+    job->client = NULL;
+    if (job->entry.status != DKV_OK) {
+        job->status = dkv_error_set(&job->error, job->entry.status, "%s", ending_text(&job->entry));
+        job->finished_ns = dkv_clock_ns();
     }
-    backend->n_running = 0;
+    job->done(job, job->owner); /* the job may be gone now */
+    free_if_unused(client);
 }
 
-static void *engine_thread(void *argument)
+static void hand_out_ended(struct dkv_backend *backend)
 {
-    struct dkv_backend *backend = argument;
-    publish_engine(backend);
-    if (backend->open_status != DKV_OK)
-        return NULL;
-
-    pthread_mutex_lock(&backend->lock);
-    for (;;) {
-        struct job_list batch;
-        size_t n_items;
-        uint64_t n_tokens;
-        while (backend->queue.first == NULL && !backend->stopping)
-            pthread_cond_wait(&backend->wake_thread, &backend->lock);
-        if (backend->stopping)
-            break;
-        list_init(&batch);
-        form_batch(backend, &batch, &n_items, &n_tokens);
-        if (batch.n > 0) {
-            pthread_mutex_unlock(&backend->lock);
-            run_batch(backend, &batch, n_items, n_tokens);
-            pthread_mutex_lock(&backend->lock);
-            finish_batch(backend, &batch);
-        }
-        uv_async_send(&backend->wake_loop);
+    struct dkv_admission_entry *entry;
+    struct dkv_list *node;
+    while ((entry = dkv_admission_pop_done(backend->queue)) != NULL)
+        hand_out(job_of(entry));
+    while ((node = dkv_list_first(&backend->ended)) != NULL) {
+        dkv_list_remove(node);
+        hand_out(DKV_LIST_OF(node, struct dkv_job, ended_node));
     }
-    pthread_mutex_unlock(&backend->lock);
-    backend->ops->close(backend->engine);
+}
+
+/* ---- launches ---- */
+
+static struct dkv_run *free_run(struct device *device)
+{
+    for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++)
+        if (device->runs[i].batch == NULL)
+            return &device->runs[i];
+    assert(false);
     return NULL;
 }
 
-/* ---- the loop ---- */
-
-static void finish_chain(struct dkv_job *job)
+static void launch(struct dkv_backend *backend, struct dkv_admission_batch *batch)
 {
-    while (job != NULL) {
-        struct dkv_job *next = job->next;
-        job->next = NULL;
-        job->done(job, job->owner);
-        job = next;
+    struct device *device = &backend->devices[batch->device];
+    struct dkv_run *run = free_run(device);
+    run->batch = batch;
+    run->n_jobs = 0;
+    run->n_blocks = (unsigned)batch->n_blocks;
+    DKV_LIST_EACH (node, &batch->parts) {
+        struct dkv_admission_part *part = DKV_LIST_OF(node, struct dkv_admission_part, node);
+        assert(run->n_jobs < backend->limits.batch_blocks);
+        run->jobs[run->n_jobs++] = job_of(part->entry);
+    }
+    backend->n_running += run->n_jobs;
+    dkv_worker_launch(device->worker, run);
+}
+
+static void launch_all(struct dkv_backend *backend)
+{
+    struct dkv_admission_batch *batch;
+    while ((batch = dkv_admission_next(backend->queue, now_us())) != NULL)
+        launch(backend, batch);
+}
+
+static void on_timer(uv_timer_t *timer);
+
+static void set_timer(struct dkv_backend *backend)
+{
+    const uint64_t now = now_us();
+    const uint64_t wakeup = dkv_admission_wakeup_us(backend->queue, now);
+    if (wakeup == DKV_ADMISSION_NEVER)
+        uv_timer_stop(&backend->timer);
+    else
+        uv_timer_start(&backend->timer, on_timer, wakeup > now ? (wakeup - now + 999) / 1000 : 0,
+                       0);
+}
+
+static void pump(struct dkv_backend *backend)
+{
+    if (backend->pumping) {
+        backend->again = true;
+        return;
+    }
+    backend->pumping = true;
+    do {
+        backend->again = false;
+        launch_all(backend);
+        hand_out_ended(backend);
+    } while (backend->again);
+    backend->pumping = false;
+    set_timer(backend);
+}
+
+static void on_timer(uv_timer_t *timer)
+{
+    pump(timer->data);
+}
+
+/* ---- what workers say ---- */
+
+static void on_up(void *owner, unsigned index, const struct dkv_engine_info *info)
+{
+    struct dkv_backend *backend = owner;
+    backend->devices[index].engine = *info;
+    backend->devices[index].up = true;
+    dkv_admission_device_up(backend->queue, index);
+}
+
+/* A job's outcome is its first failed item's. */
+static void judge_job(struct dkv_job *job, const struct dkv_run *run)
+{
+    job->status = run->status;
+    job->error = run->error;
+    for (uint32_t i = 0; job->status == DKV_OK && i < job->request.n_blocks; i++) {
+        job->status = job->items[i].status;
+        job->error = job->items[i].error;
     }
 }
 
-static void on_finished(uv_async_t *async)
+static void on_done(void *owner, unsigned index, struct dkv_run *run)
 {
-    struct dkv_backend *backend = async->data;
-    pthread_mutex_lock(&backend->lock);
-    struct dkv_job *chain = list_take_all(&backend->finished);
-    pthread_mutex_unlock(&backend->lock);
-    finish_chain(chain);
+    struct dkv_backend *backend = owner;
+    struct dkv_admission_batch *batch = run->batch;
+    (void)index;
+    for (unsigned i = 0; i < run->n_jobs; i++) {
+        struct dkv_job *job = run->jobs[i];
+        job->started_ns = run->started_ns;
+        job->finished_ns = run->finished_ns;
+        job->batch_items = run->n_blocks;
+        job->batch_tokens = batch->n_tokens;
+        job->batch_bytes = batch->n_bytes;
+        job->batch_first = i == 0;
+        judge_job(job, run);
+    }
+    backend->n_running -= run->n_jobs;
+    run->batch = NULL;
+    dkv_admission_complete(backend->queue, batch, now_us());
+    pump(backend);
+}
+
+static void forget_runs(struct dkv_backend *backend, struct device *device)
+{
+    for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++)
+        if (device->runs[i].batch != NULL) {
+            backend->n_running -= device->runs[i].n_jobs;
+            device->runs[i].batch = NULL;
+        }
+}
+
+static void on_lost(void *owner, unsigned index, const char *why)
+{
+    struct dkv_backend *backend = owner;
+    dkv_log(DKV_LOG_ERROR, "device %u is lost: %s", index, why);
+    backend->devices[index].up = false;
+    forget_runs(backend, &backend->devices[index]);
+    dkv_admission_device_lost(backend->queue, index, now_us());
+    pump(backend);
+}
+
+/* ---- open and close ---- */
+
+static uint64_t or_half(uint64_t value, uint64_t of)
+{
+    return value != 0 ? value : of - of / 2;
+}
+
+static uint64_t at_most(uint64_t value, uint64_t limit)
+{
+    return value < limit ? value : limit;
+}
+
+enum dkv_status dkv_backend_limits(const struct dkv_config *config,
+                                   struct dkv_admission_config *limits_out, struct dkv_error *err)
+{
+    *limits_out = (struct dkv_admission_config){
+        .n_devices = 1,
+        .n_levels = (uint32_t)config->priorities,
+        .default_level = (uint32_t)config->default_priority,
+        .aging_batches = (uint32_t)config->aging_batches,
+        .max_flight = 1,
+        .max_queue_delay_us = config->max_queue_delay_us,
+        .batch_blocks = (uint32_t)config->max_batch_items,
+        .batch_tokens = config->max_batch_tokens,
+        .batch_bytes = config->max_batch_bytes,
+        .max_entries = (uint32_t)config->max_queue_requests,
+        .max_bytes = config->max_queue_read_bytes,
+        .client_max_entries = (uint32_t)at_most(
+            or_half(config->max_client_requests, config->max_queue_requests),
+            config->max_queue_requests),
+        .client_max_bytes = at_most(
+            or_half(config->max_client_read_bytes, config->max_queue_read_bytes),
+            config->max_queue_read_bytes),
+        .quantum_bytes = config->quantum_bytes,
+        .max_timeout_us = config->request_timeout_ms * 1000,
+        .restart_us = 200000,
+    };
+    return dkv_admission_config_check(limits_out, err);
+}
+
+static bool make_runs(struct dkv_backend *backend)
+{
+    for (unsigned d = 0; d < backend->n_devices; d++)
+        for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++) {
+            struct dkv_run *run = &backend->devices[d].runs[i];
+            run->jobs = calloc(backend->limits.batch_blocks, sizeof(struct dkv_job *));
+            if (run->jobs == NULL)
+                return false;
+        }
+    return true;
 }
 
 static void free_backend(uv_handle_t *handle)
 {
     struct dkv_backend *backend = handle->data;
-    pthread_cond_destroy(&backend->wake_thread);
-    pthread_mutex_destroy(&backend->lock);
-    free(backend->batch_items);
+    DKV_LIST_EACH_SAFE (node, &backend->clients)
+        free_client(DKV_LIST_OF(node, struct dkv_backend_client, node));
+    dkv_admission_free(backend->queue);
+    for (unsigned d = 0; d < backend->n_devices; d++)
+        for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++)
+            free(backend->devices[d].runs[i].jobs);
     free(backend);
 }
 
@@ -272,33 +351,25 @@ enum dkv_status dkv_backend_open(const struct dkv_config *config, uv_loop_t *loo
     if (backend == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for the backend");
     backend->config = config;
-    list_init(&backend->queue);
-    list_init(&backend->finished);
-    pthread_mutex_init(&backend->lock, NULL);
-    pthread_cond_init(&backend->wake_thread, NULL);
-    uv_async_init(loop, &backend->wake_loop, on_finished);
-    backend->wake_loop.data = backend;
-    backend->batch_items = calloc(DKV_BLOCKS_MAX, sizeof(*backend->batch_items));
-
-    enum dkv_status status = DKV_E_NOMEM;
-    if (backend->batch_items == NULL ||
-        pthread_create(&backend->thread, NULL, engine_thread, backend) != 0) {
-        dkv_error_set(err, status, "no memory for the engine's thread");
-    } else {
-        pthread_mutex_lock(&backend->lock);
-        while (!backend->opened)
-            pthread_cond_wait(&backend->wake_thread, &backend->lock);
-        pthread_mutex_unlock(&backend->lock);
-        status = backend->open_status;
-        if (status == DKV_OK) {
-            *backend_out = backend;
-            return DKV_OK;
-        }
-        pthread_join(backend->thread, NULL);
-        if (err != NULL)
-            *err = backend->open_error;
-    }
-    uv_close((uv_handle_t *)&backend->wake_loop, free_backend);
+    backend->loop = loop;
+    backend->n_devices = 1;
+    dkv_list_init(&backend->clients);
+    dkv_list_init(&backend->ended);
+    uv_timer_init(loop, &backend->timer);
+    backend->timer.data = backend;
+    const struct dkv_worker_calls calls = {backend, on_up, on_done, on_lost};
+    enum dkv_status status = dkv_backend_limits(config, &backend->limits, err);
+    if (status == DKV_OK)
+        status = dkv_admission_new(&backend->limits, &backend->queue, err);
+    if (status == DKV_OK && !make_runs(backend))
+        status = dkv_error_set(err, DKV_E_NOMEM, "no memory for the backend");
+    for (unsigned d = 0; status == DKV_OK && d < backend->n_devices; d++)
+        status = dkv_worker_open(config, config->device, d, loop, &calls,
+                                 &backend->devices[d].worker, err);
+    if (status == DKV_OK)
+        *backend_out = backend;
+    else
+        dkv_backend_close(backend);
     return status;
 }
 
@@ -306,83 +377,98 @@ void dkv_backend_close(struct dkv_backend *backend)
 {
     if (backend == NULL)
         return;
-    dkv_backend_expire(backend, 0, true);
-    pthread_mutex_lock(&backend->lock);
-    backend->stopping = true;
-    pthread_cond_broadcast(&backend->wake_thread);
-    pthread_mutex_unlock(&backend->lock);
-    pthread_join(backend->thread, NULL);
-    on_finished(&backend->wake_loop);
-    uv_close((uv_handle_t *)&backend->wake_loop, free_backend);
+    for (unsigned d = 0; d < backend->n_devices; d++) {
+        struct device *device = &backend->devices[d];
+        dkv_worker_close(device->worker);
+        device->worker = NULL;
+        device->up = false;
+        forget_runs(backend, device);
+    }
+    if (backend->queue != NULL) {
+        dkv_admission_fail_all(backend->queue, DKV_E_DRAINING, now_us());
+        for (unsigned d = 0; d < backend->n_devices; d++)
+            dkv_admission_device_retire(backend->queue, d, now_us());
+        dkv_admission_drain(backend->queue);
+        pump(backend);
+    }
+    uv_close((uv_handle_t *)&backend->timer, free_backend);
 }
 
-enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_job *job,
+/* ---- what callers ask for ---- */
+
+/* The endings wait for the loop's next turn. */
+static void pump_soon(struct dkv_backend *backend)
+{
+    uv_timer_start(&backend->timer, on_timer, 0, 0);
+}
+
+static void answer_by_recency(struct dkv_backend *backend, struct dkv_job *job)
+{
+    dkv_job_answer_by_recency(job);
+    job->entry.status = DKV_OK;
+    job->started_ns = job->finished_ns = dkv_clock_ns();
+    dkv_list_push_back(&backend->ended, &job->ended_node);
+    pump_soon(backend);
+}
+
+enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_backend_client *client,
+                                   struct dkv_job *job, struct dkv_backend_refusal *refusal_out,
                                    struct dkv_error *err)
 {
-    enum dkv_status status = DKV_OK;
     job->queued_ns = dkv_clock_ns();
-    if (job->deadline_ns != 0 && job->queued_ns >= job->deadline_ns)
-        return dkv_error_set(err, DKV_E_TIMEOUT, "the deadline passed before the request was read");
-    pthread_mutex_lock(&backend->lock);
-    if (backend->queue.n + backend->n_running >= backend->config->max_queue_requests) {
-        status = dkv_error_set(err, DKV_E_BUSY, "%llu requests are waiting already",
-                               (unsigned long long)backend->config->max_queue_requests);
-    } else {
-        list_push(&backend->queue, job);
-        pthread_cond_signal(&backend->wake_thread);
+    job->client = client;
+    if (job->entry.priority > backend->limits.n_levels)
+        job->entry.priority = 0;
+    *refusal_out = (struct dkv_backend_refusal){503, 0};
+    const enum dkv_admission_verdict verdict = dkv_admission_offer(
+        backend->queue, &client->share, &job->entry, job->queued_ns / 1000, &refusal_out->retry_us,
+        err);
+    if (verdict == DKV_ADMISSION_DEGRADED) {
+        answer_by_recency(backend, job);
+        return DKV_OK;
     }
-    pthread_mutex_unlock(&backend->lock);
-    return status;
-}
-
-/* Takes jobs out of the queue, with the lock held: `job` if given, else all, else those whose
- * deadline passed. Returns a chain. */
-static struct dkv_job *extract(struct dkv_backend *backend, const struct dkv_job *job,
-                               uint64_t now_ns, bool all)
-{
-    struct job_list kept, taken;
-    struct dkv_job *each;
-    list_init(&kept);
-    list_init(&taken);
-    while ((each = list_pop(&backend->queue)) != NULL) {
-        bool expired = each->deadline_ns != 0 && now_ns >= each->deadline_ns;
-        bool take = job != NULL ? each == job : all || expired;
-        list_push(take ? &taken : &kept, each);
+    if (verdict != DKV_ADMISSION_ACCEPTED) {
+        job->client = NULL;
+        refusal_out->http_status = dkv_admission_verdict_info(verdict)->http_status;
+        return dkv_admission_verdict_info(verdict)->status;
     }
-    list_init(&backend->queue);
-    while ((each = list_pop(&kept)) != NULL)
-        list_push(&backend->queue, each);
-    return taken.first;
+    launch_all(backend);
+    pump_soon(backend);
+    return DKV_OK;
 }
 
 void dkv_backend_cancel(struct dkv_backend *backend, struct dkv_job *job)
 {
-    pthread_mutex_lock(&backend->lock);
-    job->cancelled = true;
-    struct dkv_job *chain = extract(backend, job, 0, false);
-    pthread_mutex_unlock(&backend->lock);
-    if (chain != NULL) {
-        end_job(chain, DKV_E_CANCELLED, "the caller went away");
-        finish_chain(chain);
-    }
+    if (dkv_list_linked(&job->ended_node) && job->degraded)
+        return; /* it has ended, and is handed out at the loop's next turn */
+    dkv_admission_fail(backend->queue, &job->entry, DKV_E_CANCELLED, now_us());
+    pump(backend);
 }
 
-void dkv_backend_expire(struct dkv_backend *backend, uint64_t now_ns, bool all)
+void dkv_backend_client_cancel(struct dkv_backend_client *client)
 {
-    pthread_mutex_lock(&backend->lock);
-    struct dkv_job *chain = extract(backend, NULL, now_ns, all);
-    pthread_mutex_unlock(&backend->lock);
-    for (struct dkv_job *job = chain; job != NULL; job = job->next)
-        end_job(job, all ? DKV_E_DRAINING : DKV_E_TIMEOUT,
-                all ? "the server is shutting down" : "the deadline passed while waiting");
-    finish_chain(chain);
+    struct dkv_backend *backend = client->backend;
+    dkv_admission_client_cancel(backend->queue, &client->share, now_us());
+    pump(backend);
+}
+
+bool dkv_backend_ready(const struct dkv_backend *backend)
+{
+    for (unsigned d = 0; d < backend->n_devices; d++)
+        if (backend->devices[d].up)
+            return true;
+    return false;
 }
 
 void dkv_backend_info(struct dkv_backend *backend, struct dkv_backend_info *info_out)
 {
-    pthread_mutex_lock(&backend->lock);
-    info_out->engine = backend->engine_info;
-    info_out->n_queued = backend->queue.n;
-    info_out->n_running = backend->n_running;
-    pthread_mutex_unlock(&backend->lock);
+    *info_out = (struct dkv_backend_info){
+        .engine = backend->devices[0].engine,
+        .n_running = backend->n_running,
+        .n_levels = backend->limits.n_levels,
+        .ready = dkv_backend_ready(backend),
+    };
+    dkv_admission_stats(backend->queue, now_us(), &info_out->queue);
+    for (unsigned i = 0; i < info_out->n_levels; i++)
+        info_out->n_queued += info_out->queue.level[i].n_waiting;
 }

@@ -1,12 +1,12 @@
 /* The seam behind which the work is done: jobs go in, ended jobs come out.
  *
- * Today an engine on one thread of the daemon stands behind it; a worker process per device can
- * take its place without a change to anything above. So it is narrow: no engine type shows, and a
- * job is all that crosses.
+ * Behind it stand the admission queue, which decides what is accepted, when it runs and beside
+ * whom, and one worker per device, which runs it. No engine shows here, and a job is all that
+ * crosses. A job ends in exactly one done().
  *
- * A first-in-first-out queue bounded by count. The thread takes a batch of jobs whenever it is idle
- * (work-conserving: no job waits for company), runs it, and hands the jobs to the loop, where each
- * job's done() is called. A job ends in exactly one done().
+ * A client is whoever shares the device fairly with others: a connection, or the holder of a token.
+ * It is counted: whoever has it from client_get() gives it back, and it lasts until its last job
+ * has ended.
  *
  * Owner   open/close. A submitted job is the backend's until its done().
  * Thread  loop, all calls and every done().
@@ -21,32 +21,56 @@
 
 struct dkv_backend;
 
-struct dkv_backend_info {
-    struct dkv_engine_info engine;
-    unsigned n_queued;
-    unsigned n_running;
+/* How the caller can say "not now" to its client, over HTTP and on the socket. */
+struct dkv_backend_refusal {
+    unsigned http_status; /* 429: this client's own quota; 503: everybody's bounds */
+    uint64_t retry_us;    /* when another try is likely to be accepted; 0: no advice */
 };
 
-/* Starts the thread and opens the engine of config->device there. UNSUPPORTED if this machine
- * cannot run it. */
+struct dkv_backend_info {
+    struct dkv_engine_info engine; /* of the first device */
+    unsigned n_queued;
+    unsigned n_running;
+    unsigned n_levels; /* priorities in use: level[] of `queue` */
+    bool ready;        /* some device answers */
+    struct dkv_admission_stats queue;
+};
+
+/* What the configuration says about the queue. INVALID names what does not fit together. */
+enum dkv_status dkv_backend_limits(const struct dkv_config *config,
+                                   struct dkv_admission_config *limits_out, struct dkv_error *err);
+
+/* Opens the engine of config->device. UNSUPPORTED if this machine cannot run it. The bytes of
+ * everything accepted are bounded by config->max_queue_read_bytes. */
 enum dkv_status dkv_backend_open(const struct dkv_config *config, uv_loop_t *loop,
                                  struct dkv_backend **backend_out, struct dkv_error *err);
 
-/* Stops after the batch that is running; jobs still queued end as DRAINING. The loop must be run
- * until its handles are closed. */
+/* Every job still there ends, as DRAINING. The loop must be run until its handles are closed, which
+ * frees what clients are left. */
 void dkv_backend_close(struct dkv_backend *backend);
 
-/* Takes the job, whose deadline_ns, done and owner are set. On an error the job is still the
- * caller's: BUSY if the queue is full, TIMEOUT if its deadline has passed. */
-enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_job *job,
+/* The client of that name, made if nobody has it; NULL makes one without a name. NULL if out of
+ * memory. */
+struct dkv_backend_client *dkv_backend_client_get(struct dkv_backend *backend, const char *name);
+bool dkv_backend_client_is(const struct dkv_backend_client *client, const char *name);
+void dkv_backend_client_put(struct dkv_backend_client *client); /* NULL is fine */
+
+/* Takes a prepared job, whose done and owner are set. On an error the job is still the caller's:
+ * BUSY with `refusal_out` filled, TIMEOUT, DRAINING, TOO_LARGE. done() is never called within this
+ * call. A job that asked for it (entry.degrade) may be answered by recency instead of refused. */
+enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_backend_client *client,
+                                   struct dkv_job *job, struct dkv_backend_refusal *refusal_out,
                                    struct dkv_error *err);
 
 /* The caller no longer wants the answer. A queued job never starts and ends at once, within this
  * call; one that runs ends when its batch does. Both as CANCELLED. */
 void dkv_backend_cancel(struct dkv_backend *backend, struct dkv_job *job);
 
-/* Ends queued jobs whose deadline has passed, as TIMEOUT, or all queued jobs as DRAINING. */
-void dkv_backend_expire(struct dkv_backend *backend, uint64_t now_ns, bool all);
+/* The same for all jobs of a client. */
+void dkv_backend_client_cancel(struct dkv_backend_client *client);
+
+/* True if a request that comes now may be accepted: some device answers. */
+bool dkv_backend_ready(const struct dkv_backend *backend);
 
 void dkv_backend_info(struct dkv_backend *backend, struct dkv_backend_info *info_out);
 

@@ -7,6 +7,7 @@
 #include "server/config.h"
 
 #include "proto/oip.h"
+#include "server/backend.h"
 #include "server/listen.h"
 
 #include <ctype.h>
@@ -57,9 +58,26 @@ const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
     NUMBER(max_queue_requests, "256", 1, 1048576, "", "Requests accepted and not answered yet"),
     NUMBER(max_queue_bytes, "0", 0, 64 * TIB, "bytes",
            "Memory of all bodies received and not answered yet; 0: half of what there is"),
+    NUMBER(max_queue_read_bytes, "1TiB", 1, 64 * TIB, "bytes",
+           "Tensor bytes that all requests accepted and not answered yet will read"),
+    NUMBER(max_client_requests, "0", 0, 1048576, "",
+           "Requests of one client accepted and not answered yet; 0: half of max_queue_requests"),
+    NUMBER(max_client_read_bytes, "0", 0, 64 * TIB, "bytes",
+           "Tensor bytes of one client's requests; 0: half of max_queue_read_bytes"),
+    NUMBER(priorities, "4", 1, DKV_ADMISSION_LEVELS_MAX, "", "Priorities; 1 is served first"),
+    NUMBER(default_priority, "2", 1, DKV_ADMISSION_LEVELS_MAX, "",
+           "Priority of requests that name none, or one that there is not"),
+    NUMBER(aging_batches, "16", 1, 1u << 30, "",
+           "A priority passed over by so many batches comes next"),
+    NUMBER(quantum_bytes, "8MiB", 1, TIB, "bytes",
+           "What a client may have read before the next client's turn"),
     NUMBER(max_batch_items, "64", 1, 4096, "", "Blocks of one engine batch"),
     NUMBER(max_batch_tokens, "65536", 1, 1u << 30, "tokens",
            "Stored tokens of one engine batch of several requests"),
+    NUMBER(max_batch_bytes, "1GiB", 1, 64 * TIB, "bytes",
+           "Tensor bytes that one engine batch of several requests reads"),
+    NUMBER(max_queue_delay_us, "100", 0, 10000000, "us",
+           "How long a busy device's next batch may wait to become fuller"),
     NUMBER(header_timeout_ms, "5000", 1, 3600000, "ms", "Time for a request's header to arrive"),
     NUMBER(keepalive_timeout_ms, "75000", 1, 3600000, "ms", "Time between two requests"),
     NUMBER(body_grace_ms, "2000", 0, 3600000, "ms", "Time before a body's rate is judged"),
@@ -244,6 +262,9 @@ enum dkv_status dkv_config_check(const struct dkv_config *config, struct dkv_err
         return dkv_error_set(
             err, DKV_E_INVALID, "max_json_bytes: %llu is above max_body_bytes %llu",
             (unsigned long long)config->max_json_bytes, (unsigned long long)config->max_body_bytes);
+    struct dkv_admission_config limits;
+    if (dkv_backend_limits(config, &limits, err) != DKV_OK)
+        return DKV_E_INVALID;
     if (strcmp(config->http, "off") == 0)
         return dkv_error_set(err, DKV_E_INVALID,
                              "http: 'off' leaves nothing to serve: this version answers HTTP only");

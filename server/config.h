@@ -32,8 +32,17 @@ struct dkv_config {
     uint64_t max_connections;
     uint64_t max_queue_requests;
     uint64_t max_queue_bytes; /* 0: half of the memory this process may use */
+    uint64_t max_queue_read_bytes;
+    uint64_t max_client_requests;   /* 0: half of max_queue_requests */
+    uint64_t max_client_read_bytes; /* 0: half of max_queue_read_bytes */
+    uint64_t priorities;
+    uint64_t default_priority;
+    uint64_t aging_batches;
+    uint64_t quantum_bytes;
     uint64_t max_batch_items;
     uint64_t max_batch_tokens;
+    uint64_t max_batch_bytes;
+    uint64_t max_queue_delay_us;
     uint64_t header_timeout_ms;
     uint64_t keepalive_timeout_ms;
     uint64_t body_grace_ms;
@@ -62,7 +71,7 @@ struct dkv_config_field {
     const char *help;           /* one sentence */
 };
 
-#define DKV_CONFIG_FIELDS 23
+#define DKV_CONFIG_FIELDS 32
 
 extern const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS];
 

@@ -7,6 +7,7 @@
  */
 #include "server/conn.h"
 
+#include "server/backend.h"
 #include "server/raw_reply.h"
 
 #include <stdlib.h>
@@ -37,6 +38,7 @@ void dkv_conn_remove(struct dkv_conn_list *list, struct dkv_conn *conn)
     if (conn->next != NULL)
         conn->next->prev = conn->prev;
     list->n--;
+    dkv_backend_client_put(conn->client);
     free(conn);
 }
 

@@ -27,6 +27,7 @@ enum dkv_conn_phase {
     DKV_CONN_REPLY,
 };
 
+struct dkv_backend_client;
 struct dkv_exchange;
 
 struct dkv_conn {
@@ -40,6 +41,7 @@ struct dkv_conn {
     bool linger;                   /* closed while the client may still be sending: see linger.h */
     struct dkv_exchange *exchange; /* the request in progress, or NULL */
     struct dkv_conn_watch *watch;  /* WORK: sees the peer go */
+    struct dkv_backend_client *client; /* of the fair share; NULL until a request needs it */
 };
 
 struct dkv_conn_list {

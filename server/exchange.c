@@ -8,7 +8,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define RETRY_AFTER_S "1"
+/* Retry-After counts whole seconds; less than one is 1. */
+static void add_retry_after(struct dkv_exchange *exchange, struct MHD_Response *response)
+{
+    char seconds[24];
+    const uint64_t whole = (exchange->retry_us + 999999) / 1000000;
+    snprintf(seconds, sizeof(seconds), "%llu", (unsigned long long)(whole > 0 ? whole : 1));
+    MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, seconds);
+}
 
 void dkv_reply_response(struct dkv_exchange *exchange, unsigned http_status,
                         struct MHD_Response *response, uint64_t n_bytes)
@@ -38,7 +45,7 @@ void dkv_reply_error(struct dkv_exchange *exchange, unsigned http_status, const 
     if (response != NULL) {
         MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE, "application/json");
         if (http_status == 503 || http_status == 429)
-            MHD_add_response_header(response, MHD_HTTP_HEADER_RETRY_AFTER, RETRY_AFTER_S);
+            add_retry_after(exchange, response);
         if (http_status == 401)
             MHD_add_response_header(response, MHD_HTTP_HEADER_WWW_AUTHENTICATE, "Bearer");
         if (http_status == 405 && exchange->allow != NULL)

@@ -138,6 +138,8 @@ void dkv_handle_metrics(struct dkv_exchange *exchange)
     size_t n_bytes = 0;
     dkv_backend_info(server->backend, &backend);
     const struct dkv_gauges gauges = {
+        .queue = &backend.queue,
+        .n_levels = backend.n_levels,
         .queue_requests = backend.n_queued,
         .running_requests = backend.n_running,
         .body_bytes = server->bodies.charged_bytes,

@@ -263,7 +263,6 @@ static void on_sweep(uv_timer_t *timer)
         if (!conn->doomed && dkv_conn_overdue(conn, http->server->config, now_ms, &reason))
             close_overdue(http, conn, reason);
     }
-    dkv_backend_expire(http->server->backend, dkv_clock_ns(), false);
     dkv_body_pool_trim(&http->server->bodies, now_ms);
     if (http->conns.n == 0 && http->server->bodies.warm == NULL)
         uv_timer_stop(timer); /* an idle daemon sleeps */

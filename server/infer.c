@@ -122,22 +122,30 @@ static enum dkv_status prepare(struct dkv_exchange *exchange, struct dkv_error *
     return status;
 }
 
-/* The smaller of what the server and what the client allow. It counts from here, when the body is
- * complete: how long that may take is judged by its rate. */
-static uint64_t deadline_of(const struct dkv_exchange *exchange)
+static void refuse_with(struct dkv_exchange *exchange, unsigned http_status,
+                        const struct dkv_error *err)
 {
-    uint64_t limit_ns = exchange->server->config->request_timeout_ms * 1000000u;
-    const int64_t asked_us = exchange->job->request.params.timeout;
-    if (asked_us > 0 && (uint64_t)asked_us < limit_ns / 1000u)
-        limit_ns = (uint64_t)asked_us * 1000u;
-    return dkv_clock_ns() + limit_ns;
+    dkv_infer_count_refusal(exchange, err->status);
+    dkv_infer_release(exchange);
+    dkv_reply_error(exchange, http_status, err->text);
 }
 
 static void refuse(struct dkv_exchange *exchange, const struct dkv_error *err)
 {
-    dkv_infer_count_refusal(exchange, err->status);
-    dkv_infer_release(exchange);
-    dkv_reply_status(exchange, err);
+    refuse_with(exchange, dkv_status_info(err->status)->http_status, err);
+}
+
+/* Who shares the device fairly with others: the holder of a token, over all its connections, or the
+ * connection. Kept with the connection, since its next request will be the same one's. */
+static struct dkv_backend_client *client_of(struct dkv_exchange *exchange)
+{
+    struct dkv_conn *conn = exchange->conn;
+    const char *name = *exchange->client_name != '\0' ? exchange->client_name : NULL;
+    if (conn->client != NULL && dkv_backend_client_is(conn->client, name))
+        return conn->client;
+    dkv_backend_client_put(conn->client);
+    conn->client = dkv_backend_client_get(exchange->server->backend, name);
+    return conn->client;
 }
 
 static void count_batch(struct dkv_metrics *metrics, const struct dkv_job *job)
@@ -147,6 +155,7 @@ static void count_batch(struct dkv_metrics *metrics, const struct dkv_job *job)
     metrics->stats.execution_count++;
     dkv_histogram_add(&metrics->batch_items, job->batch_items);
     dkv_histogram_add(&metrics->batch_tokens, (double)job->batch_tokens);
+    dkv_histogram_add(&metrics->batch_bytes, (double)job->batch_bytes);
 }
 
 /* The backend gives the job back. */
@@ -160,6 +169,27 @@ static void on_done(struct dkv_job *job, void *owner)
     dkv_http_resume(exchange);
 }
 
+static void submit(struct dkv_exchange *exchange)
+{
+    struct dkv_error err = {0};
+    struct dkv_backend_refusal refusal = {.http_status = 503};
+    struct dkv_job *job = exchange->job;
+    struct dkv_backend_client *client = client_of(exchange);
+    job->done = on_done;
+    job->owner = exchange;
+    enum dkv_status status = client == NULL ? dkv_error_set(&err, DKV_E_NOMEM, "out of memory")
+                                            : dkv_backend_submit(exchange->server->backend, client,
+                                                                 job, &refusal, &err);
+    if (status != DKV_OK) {
+        exchange->retry_us = refusal.retry_us;
+        refuse_with(exchange, refusal.http_status, &err);
+        return;
+    }
+    exchange->job = NULL;
+    exchange->away = job;
+    dkv_http_suspend(exchange);
+}
+
 void dkv_handle_infer(struct dkv_exchange *exchange)
 {
     struct dkv_error err = {0};
@@ -171,22 +201,10 @@ void dkv_handle_infer(struct dkv_exchange *exchange)
         status = parse_complete_body(exchange, &err);
     if (status == DKV_OK)
         status = prepare(exchange, &err);
-    if (status == DKV_OK) {
-        struct dkv_job *job = exchange->job;
-        job->deadline_ns = deadline_of(exchange);
-        job->done = on_done;
-        job->owner = exchange;
-        exchange->job = NULL;
-        exchange->away = job;
-        status = dkv_backend_submit(exchange->server->backend, job, &err);
-        if (status == DKV_OK) {
-            dkv_http_suspend(exchange);
-            return;
-        }
-        exchange->away = NULL;
-        exchange->job = job;
-    }
-    refuse(exchange, &err);
+    if (status == DKV_OK)
+        submit(exchange);
+    else
+        refuse(exchange, &err);
 }
 
 struct outgoing {
@@ -241,6 +259,7 @@ static void count_answer(struct dkv_exchange *exchange, const struct dkv_job *jo
         .output_ns = output_ns,
     };
     metrics->stats.inference_count += job->request.n_blocks;
+    metrics->degraded += job->degraded;
     metrics->tokens_in += job->n_scored_tokens;
     metrics->tokens_kept += job->n_keep;
     dkv_metrics_request(metrics, DKV_OUTCOME_OK, &timing);
@@ -259,6 +278,7 @@ static enum dkv_status encode(struct dkv_exchange *exchange, struct outgoing *ou
         .scores = job->scores,
         .backend = exchange->server->facts.backend,
         .window = job->window,
+        .degraded = job->degraded,
     };
     return dkv_oip_reply_encode(&job->infer, &result, &outgoing->reply, err);
 }

@@ -66,13 +66,16 @@ static void judge_header(struct dkv_exchange *exchange, const struct dkv_http_ru
 
     enum dkv_route_result found = dkv_route_find(method, path, &exchange->match, &exchange->allow);
     const bool open = found == DKV_ROUTE_FOUND && exchange->match.route->open;
-    if (!open && dkv_auth_check(&server->auth, head.authorization) == NULL) {
+    const char *client = open ? "" : dkv_auth_check(&server->auth, head.authorization);
+    if (client == NULL) {
         server->metrics.refusals[DKV_REFUSAL_AUTH]++;
         refuse(exchange, 401, DKV_E_DENIED, "a valid bearer token is needed");
     } else if (found == DKV_ROUTE_NONE) {
         refuse(exchange, 404, DKV_E_NOT_FOUND, "Not Found");
     } else if (found == DKV_ROUTE_WRONG_METHOD) {
         refuse(exchange, 405, DKV_E_INVALID, "Method Not Allowed");
+    } else if (server->auth.required) {
+        snprintf(exchange->client_name, sizeof(exchange->client_name), "%s", client);
     }
 }
 

@@ -2,6 +2,7 @@
  * dequeue and reply nothing can fail for want of memory. */
 #include "server/job.h"
 
+#include <assert.h>
 #include <stdlib.h>
 
 struct dkv_job *dkv_job_new(void)
@@ -21,6 +22,52 @@ enum dkv_status dkv_job_add_blocks(struct dkv_job *job, uint32_t n_blocks, struc
     return DKV_OK;
 }
 
+/* Bytes of the rows that scoring a block reads once. The gate has bounded every factor. */
+static uint64_t read_bytes(const struct dkv_block *block, const struct dkv_plan *plan)
+{
+    const uint64_t key_row = block->head_dim * dkv_dtype_bytes(block->key.dtype);
+    const uint64_t value_row = plan->v_dim * dkv_dtype_bytes(block->value.dtype);
+    const uint64_t query_row = block->head_dim * dkv_dtype_bytes(block->query.dtype);
+    return block->n_tokens * block->kv_heads * (key_row + value_row) +
+           (uint64_t)plan->window * block->q_heads * query_row;
+}
+
+/* Blocks of one key can share a launch. A request of several kinds has a batch of its own kind. */
+static uint64_t batch_key(const struct dkv_job *job)
+{
+    uint64_t key = 0;
+    for (uint32_t i = 0; i < job->request.n_blocks; i++) {
+        const struct dkv_block *block = &job->blocks[i];
+        const uint64_t one = (uint64_t)block->query.dtype << 48 | (uint64_t)block->key.dtype << 40 |
+                             (uint64_t)block->head_dim << 20 | job->plans[i].v_dim;
+        if (i > 0 && one != key)
+            return UINT64_MAX;
+        key = one;
+    }
+    return key;
+}
+
+static void describe_part(struct dkv_job *job)
+{
+    job->part = (struct dkv_admission_part){
+        .key = batch_key(job),
+        .device = DKV_ADMISSION_ANY_DEVICE,
+        .n_blocks = job->request.n_blocks,
+        .n_tokens = job->n_stored_tokens,
+        .n_bytes = job->n_read_bytes,
+    };
+    const uint64_t priority = (uint64_t)job->request.params.priority;
+    job->entry = (struct dkv_admission_entry){
+        .parts = &job->part,
+        .n_parts = 1,
+        .priority = priority < UINT32_MAX ? (uint32_t)priority : UINT32_MAX,
+        .timeout_us = (uint64_t)job->request.params.timeout,
+        .degrade = job->request.params.on_overload == DKV_OVERLOAD_RECENCY &&
+                   !job->request.want_scores,
+    };
+    dkv_list_init(&job->ended_node);
+}
+
 /* Elements of all outputs. They cannot overflow: 4096 blocks of 1024 heads of 2^21 tokens. */
 static void count_outputs(struct dkv_job *job)
 {
@@ -30,6 +77,7 @@ static void count_outputs(struct dkv_job *job)
         job->n_scores += job->request.want_scores ? block->n_tokens * block->kv_heads : 0;
         job->n_stored_tokens += block->n_tokens;
         job->n_scored_tokens += job->plans[i].n_valid * block->kv_heads;
+        job->n_read_bytes += read_bytes(block, &job->plans[i]);
     }
     job->kv_heads = job->blocks[0].kv_heads;
     job->window = job->plans[0].window;
@@ -40,6 +88,7 @@ static void count_outputs(struct dkv_job *job)
 enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct dkv_error *err)
 {
     count_outputs(job);
+    describe_part(job);
     const uint64_t n_bytes = job->n_keep * sizeof(*job->keep) +
                              job->n_scores * sizeof(*job->scores);
     if (n_bytes > max_bytes)
@@ -67,6 +116,27 @@ enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct 
             scores += block->n_tokens * block->kv_heads;
     }
     return DKV_OK;
+}
+
+static void keep_recent(const struct dkv_block *block, const struct dkv_plan *plan, int32_t *keep)
+{
+    const uint64_t n_sinks = plan->sinks < plan->keep_tokens ? plan->sinks : plan->keep_tokens;
+    const uint64_t n_recent = plan->keep_tokens - n_sinks;
+    for (uint32_t h = 0; h < block->kv_heads; h++) {
+        for (uint64_t i = 0; i < n_sinks; i++)
+            *keep++ = (int32_t)(block->valid_from + i);
+        for (uint64_t i = 0; i < n_recent; i++)
+            *keep++ = (int32_t)(block->n_tokens - n_recent + i);
+    }
+}
+
+void dkv_job_answer_by_recency(struct dkv_job *job)
+{
+    assert(job->n_scores == 0);
+    for (uint32_t i = 0; i < job->request.n_blocks; i++)
+        keep_recent(&job->blocks[i], &job->plans[i], job->items[i].keep_out);
+    job->degraded = true;
+    job->status = DKV_OK;
 }
 
 void dkv_job_release_inputs(struct dkv_job *job)

@@ -4,25 +4,31 @@
  * brought it. It moves: exactly one of session, queue, engine and completion list holds it.
  *
  * Owner   new/free. free() gives the body's memory back.
- * Thread  created and freed on the loop; between submit and done only the backend touches it,
- * except for `cancelled`, which the backend guards.
+ * Thread  loop; between submit and done only the backend touches it.
  */
 #ifndef DKV_SERVER_JOB_H
 #define DKV_SERVER_JOB_H
 
 #include "kernels/engine.h"
 #include "proto/oip.h"
+#include "server/admission.h"
 #include "server/body.h"
 
 struct dkv_job;
+struct dkv_backend_client;
 
 /* Runs on the loop thread when the job has ended, whatever way; the job is the callee's again. */
 typedef void (*dkv_job_done_fn)(struct dkv_job *job, void *owner);
 
 struct dkv_job {
-    struct dkv_job *next; /* in whichever list holds it */
     dkv_job_done_fn done;
     void *owner;
+
+    /* The admission queue's view of it: one entry of one part. */
+    struct dkv_backend_client *client; /* while the backend has the job */
+    struct dkv_admission_entry entry;
+    struct dkv_admission_part part;
+    struct dkv_list ended_node; /* answered without a device */
 
     struct dkv_body body;
     struct dkv_oip_infer infer;
@@ -39,6 +45,7 @@ struct dkv_job {
     uint64_t n_scores;
     uint64_t n_stored_tokens; /* of all blocks: what a batch is limited by */
     uint64_t n_scored_tokens; /* valid tokens times KV heads, of all blocks */
+    uint64_t n_read_bytes;    /* queries, keys and values: what fairness counts */
 
     /* Of the first block; over HTTP all blocks of a request are alike. Kept for the reply. */
     uint32_t kv_heads;
@@ -46,12 +53,12 @@ struct dkv_job {
     uint64_t keep_tokens;
     uint64_t n_tokens;
 
-    uint64_t deadline_ns; /* monotonic; 0: none */
     uint64_t queued_ns, started_ns, finished_ns;
-    unsigned batch_items;  /* blocks of the engine batch it ran in */
-    uint64_t batch_tokens; /* and their stored tokens */
-    bool batch_first;      /* counts the batch */
-    bool cancelled;
+    unsigned batch_items;   /* blocks of the engine batch it ran in */
+    uint64_t batch_tokens;  /* and their stored tokens */
+    uint64_t batch_bytes;   /* and what it read */
+    bool batch_first;       /* counts the batch */
+    bool degraded;          /* answered by recency: see dkv_job_answer_by_recency() */
     enum dkv_status status; /* of the job: its first failed item's, or why it never ran */
     struct dkv_error error;
 };
@@ -64,6 +71,10 @@ enum dkv_status dkv_job_add_blocks(struct dkv_job *job, uint32_t n_blocks, struc
 /* After the gate: allocates the outputs and points every item at its share. Sizes come from plans
  * that the gate bounded; `max_bytes` bounds what a reply may need. TOO_LARGE, NOMEM. */
 enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct dkv_error *err);
+
+/* The answer of a device that cannot be had: the protected sinks and the most recent tokens, as
+ * many as the budget says. It reads no tensor. Not for a job that wants scores. */
+void dkv_job_answer_by_recency(struct dkv_job *job);
 
 /* Drops body, blocks and plans: after the work only the outputs are needed. */
 void dkv_job_release_inputs(struct dkv_job *job);

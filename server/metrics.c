@@ -12,6 +12,9 @@ static const double items_bounds[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 1024, 40
 static const double tokens_bounds[] = {256,    1024,   4096,   16384,   32768,  65536,
                                        131072, 262144, 524288, 1048576, 4194304};
 
+static const double bytes_bounds[] = {65536,    262144,    1048576,    4194304,    16777216,
+                                      67108864, 268435456, 1073741824, 4294967296, 17179869184};
+
 static const char *const outcome_names[DKV_OUTCOMES] = {"ok",        "invalid",  "busy",  "timeout",
                                                         "cancelled", "draining", "failed"};
 static const char *const refusal_names[DKV_REFUSALS] = {
@@ -28,6 +31,7 @@ void dkv_metrics_init(struct dkv_metrics *metrics, const char *backend)
     metrics->compute_seconds = seconds;
     metrics->request_seconds = seconds;
     metrics->batch_items = (struct dkv_histogram){items_bounds, COUNT_OF(items_bounds), {0}, 0};
+    metrics->batch_bytes = (struct dkv_histogram){bytes_bounds, COUNT_OF(bytes_bounds), {0}, 0};
     metrics->batch_tokens = (struct dkv_histogram){tokens_bounds, COUNT_OF(tokens_bounds), {0}, 0};
 }
 
@@ -134,10 +138,39 @@ static void write_counters(const struct dkv_metrics *m, FILE *out)
     write_number(out, "dropkv_blocks_total", "counter", "Blocks scored.", m->stats.inference_count);
     write_number(out, "dropkv_batches_total", "counter", "Engine batches run.",
                  m->stats.execution_count);
+    write_number(out, "dropkv_degraded_total", "counter",
+                 "Requests answered by recency because of overload.", m->degraded);
     write_number(out, "dropkv_tokens_in_total", "counter",
                  "Valid tokens of scored blocks, times their KV heads.", m->tokens_in);
     write_number(out, "dropkv_tokens_kept_total", "counter",
                  "Tokens kept in scored blocks, over all KV heads.", m->tokens_kept);
+}
+
+/* The admission queue: by priority what waits and for how long, and how it judged. */
+static void write_queue(const struct dkv_gauges *g, FILE *out)
+{
+    write_head(out, "dropkv_queue_waiting", "gauge", "Requests waiting, by priority.");
+    for (unsigned i = 0; i < g->n_levels; i++)
+        fprintf(out, "dropkv_queue_waiting{priority=\"%u\"} %u\n", i + 1,
+                g->queue->level[i].n_waiting);
+    write_head(out, "dropkv_queue_waiting_bytes", "gauge",
+               "Tensor bytes that waiting requests will read, by priority.");
+    for (unsigned i = 0; i < g->n_levels; i++)
+        fprintf(out, "dropkv_queue_waiting_bytes{priority=\"%u\"} %llu\n", i + 1,
+                (unsigned long long)g->queue->level[i].waiting_bytes);
+    write_head(out, "dropkv_queue_age_seconds", "gauge",
+               "Age of the oldest waiting request, by priority.");
+    for (unsigned i = 0; i < g->n_levels; i++)
+        fprintf(out, "dropkv_queue_age_seconds{priority=\"%u\"} %.6f\n", i + 1,
+                (double)g->queue->level[i].oldest_us * 1e-6);
+    write_head(out, "dropkv_admission_total", "counter",
+               "Prepared requests by what the queue said to them.");
+    for (unsigned i = 0; i < DKV_ADMISSION_VERDICTS; i++)
+        fprintf(out, "dropkv_admission_total{verdict=\"%s\"} %llu\n",
+                dkv_admission_verdict_info((enum dkv_admission_verdict)i)->name,
+                (unsigned long long)g->queue->verdicts[i]);
+    write_number(out, "dropkv_clients", "gauge", "Clients among which devices are shared.",
+                 g->queue->n_clients);
 }
 
 static void write_gauges(const struct dkv_gauges *g, FILE *out)
@@ -201,6 +234,7 @@ void dkv_metrics_write(const struct dkv_metrics *metrics, const struct dkv_gauge
     fprintf(out, "dropkv_backend_info{backend=\"%s\"} 1\n", metrics->backend);
     write_counters(metrics, out);
     write_gauges(gauges, out);
+    write_queue(gauges, out);
     write_histogram(out, "dropkv_queue_seconds", "Time from acceptance to the engine.",
                     &metrics->queue_seconds);
     write_histogram(out, "dropkv_compute_seconds", "Time in the engine.",
@@ -211,6 +245,8 @@ void dkv_metrics_write(const struct dkv_metrics *metrics, const struct dkv_gauge
     write_histogram(out, "dropkv_batch_items", "Blocks of an engine batch.", &metrics->batch_items);
     write_histogram(out, "dropkv_batch_tokens", "Stored tokens of an engine batch.",
                     &metrics->batch_tokens);
+    write_histogram(out, "dropkv_batch_bytes", "Tensor bytes that an engine batch reads.",
+                    &metrics->batch_bytes);
     if (nv_names)
         write_nv(metrics, gauges, out);
 }

@@ -10,6 +10,7 @@
 #define DKV_SERVER_METRICS_H
 
 #include "proto/oip.h"
+#include "server/admission.h"
 
 #include <stdio.h>
 
@@ -61,11 +62,15 @@ struct dkv_metrics {
     struct dkv_histogram request_seconds;
     struct dkv_histogram batch_items;
     struct dkv_histogram batch_tokens;
+    struct dkv_histogram batch_bytes;
+    uint64_t degraded;          /* answered by recency */
     struct dkv_oip_stats stats; /* the protocol's: its blocks and batches are counted there */
 };
 
 /* Values that are looked up when asked for. */
 struct dkv_gauges {
+    const struct dkv_admission_stats *queue;
+    unsigned n_levels;
     uint64_t queue_requests;
     uint64_t running_requests;
     uint64_t body_bytes;

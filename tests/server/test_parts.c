@@ -89,7 +89,9 @@ static void a_budget_lets_a_burst_and_then_a_rate_pass(void **unused)
 
 static char *metrics_text(const struct dkv_metrics *metrics, bool nv_names)
 {
-    const struct dkv_gauges gauges = {.queue_requests = 3, .ready = true};
+    const struct dkv_admission_stats queue = {.level[1] = {.n_waiting = 3, .oldest_us = 1500}};
+    const struct dkv_gauges gauges = {
+        .queue = &queue, .n_levels = 2, .queue_requests = 3, .ready = true};
     char *text = NULL;
     size_t n;
     FILE *out = open_memstream(&text, &n);
@@ -110,6 +112,11 @@ static void every_counter_is_there_before_the_first_request(void **unused)
         "dropkv_requests_total{outcome=\"cancelled\"} 0\n",
         "dropkv_http_refused_total{reason=\"framing\"} 0\n",
         "dropkv_queue_depth 3\n",
+        "dropkv_queue_waiting{priority=\"1\"} 0\n",
+        "dropkv_queue_waiting{priority=\"2\"} 3\n",
+        "dropkv_queue_age_seconds{priority=\"2\"} 0.001500\n",
+        "dropkv_admission_total{verdict=\"quota\"} 0\n",
+        "dropkv_degraded_total 0\n",
         "dropkv_queue_seconds_bucket{le=\"+Inf\"} 0\n",
         "dropkv_compute_seconds_count 0\n",
         "dropkv_request_seconds_sum 0\n",
