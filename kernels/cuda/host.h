@@ -1,7 +1,9 @@
 /* The host side of the CUDA engine: what engine.c, wave.c, stage.c and answer.c share.
  *
  *   engine.c   opens and closes a device, owns all memory, streams and events; submit and wait
- *   wave.c     packs units into waves, describes them, launches them
+ *   describe.c what a block looks like to the device
+ *   place.c    puts a unit's inputs where the device reads them
+ *   wave.c     packs units into waves and launches them
  *   stage.c    brings host tensors to the device through pinned chunks
  *   answer.c   copies results to the callers; turns reports into sentences
  *
@@ -32,6 +34,7 @@ extern "C" {
 #define DKV_CU_STAGE_BYTES ((size_t)256 << 20) /* default of config.max_batch_bytes */
 #define DKV_CU_UNITS_MAX   16384u              /* of a slot, between two synchronises */
 #define DKV_CU_SCORERS_MAX 8u
+#define DKV_CU_SMALL_TABLE ((size_t)256 << 10) /* larger page tables are staged like tensors */
 
 /* Moments of a wave that benchmarks ask for. */
 enum dkv_cu_mark {
@@ -183,6 +186,59 @@ enum dkv_status dkv_cu_check(struct dkv_cu_engine *engine, cudaError_t error, co
 enum dkv_status dkv_cuda_time_stages(struct dkv_engine *engine, bool split, struct dkv_error *err);
 enum dkv_status dkv_cuda_stage_times(struct dkv_engine *engine, float us_out[4],
                                      struct dkv_error *err);
+
+/* ---- describe.c ---- */
+
+static inline bool dkv_cu_is_fp8(enum dkv_dtype dtype)
+{
+    return dtype == DKV_F8_E4M3 || dtype == DKV_F8_E5M2;
+}
+
+static inline bool dkv_cu_on_host(const struct dkv_view *view)
+{
+    return view->place == DKV_PLACE_HOST;
+}
+
+/* The page table of a block's keys or values; NULL: none. Bytes of it that are read. */
+const struct dkv_page_table *dkv_cu_table_of(const struct dkv_block *block, bool of_values);
+size_t dkv_cu_table_bytes(const struct dkv_block *block, const struct dkv_page_table *table);
+
+/* True if the table is on the host and its tensor is not: kernels read it from a copy. */
+bool dkv_cu_is_uploaded(const struct dkv_view *view, const struct dkv_page_table *table);
+
+/* Everything but the table pointers. */
+void dkv_cu_describe(const struct dkv_item *item, struct dkv_cu_block *out);
+
+/* Bytes that one unit takes of each memory, its block's page tables included. */
+struct dkv_cu_need {
+    size_t scratch;
+    size_t io_up;
+    size_t io_down;
+    size_t staged;
+};
+
+struct dkv_cu_need dkv_cu_need_of(const struct dkv_cu_engine *engine, const struct dkv_item *item,
+                                  const struct dkv_cu_block *desc,
+                                  const struct dkv_cu_scorer *scorer);
+
+/* ---- place.c ---- */
+
+/* Device address of what is at `at` in the slot's pinned io. */
+static inline void *dkv_cu_twin(const struct dkv_cu_slot *slot, const void *at)
+{
+    return slot->io_device + ((const unsigned char *)at - slot->io.base);
+}
+
+/* Adds the item's block, then units of it, to the wave that is being built. Errors are the
+ * device's; a bad page table entry of a host tensor fails the item. */
+enum dkv_status dkv_cu_add_block(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                                 struct dkv_item *item, const struct dkv_cu_block *desc,
+                                 unsigned char scorer, struct dkv_error *err);
+enum dkv_status dkv_cu_add_unit(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                                uint32_t item_index, uint32_t head, const struct dkv_cu_need *need,
+                                struct dkv_error *err);
+
+/* ---- the others ---- */
 
 /* wave.c: launches the slot's items, or those with only[i] != 0. Errors of an item are in the item;
  * only a failure of the whole batch is returned. */

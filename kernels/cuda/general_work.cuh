@@ -1,0 +1,104 @@
+/* The general scorer's work: how a unit is cut into key ranges, what its kernels leave for each
+ * other in unit.work, and which unit an item of a launch belongs to. Included by general.cu alone.
+ */
+#ifndef DKV_KERNELS_CUDA_GENERAL_WORK_CUH
+#define DKV_KERNELS_CUDA_GENERAL_WORK_CUH
+
+#include "kernels/cuda/device.cuh"
+
+namespace
+{
+
+constexpr int threads = 256;
+constexpr int tile_keys = 64;
+constexpr int chunk_rows = 32;
+constexpr int chunk_dims = 64;
+constexpr int tile_stride = chunk_dims + 4; /* rows four banks apart: no conflicts of 16 bytes */
+constexpr int max_ranges = 32;
+constexpr int min_range_keys = 512;
+constexpr size_t unit_partial_bytes = 4u << 20;
+
+/* What accumulate leaves per (range, row); the sums follow it: [v_dim] float32. */
+struct partial {
+    float top;    /* largest logit, -inf if the row sees no key of this range */
+    int top_key;  /* its key, or -1 */
+    float second; /* largest of the others: what the sums are relative to */
+    float sum;    /* of exp(z - second) over the others */
+};
+
+/* What merge leaves per row; p of a key is exp(z - top) * p_top. */
+struct row_result {
+    float top;
+    float p_top;    /* 0: this row adds nothing */
+    int top_key;    /* its term is top_term */
+    float top_term; /* already times the range factor */
+};
+
+/* Where things are in unit.work. */
+struct layout {
+    uint32_t rows;
+    uint32_t n_ranges;
+    uint32_t range_keys;
+    uint32_t partial_floats;
+    size_t value_max; /* float [n_ranges]: largest |v| */
+    size_t results;   /* row_result [rows] */
+    size_t output;    /* float [rows][v_dim] */
+    size_t bytes;
+};
+
+__host__ __device__ inline layout layout_of(const dkv_cu_block &block)
+{
+    layout l;
+    l.rows = block.group * block.window;
+    l.partial_floats = sizeof(partial) / sizeof(float) + block.v_dim;
+    const size_t range_bytes = static_cast<size_t>(l.rows) * l.partial_floats * sizeof(float);
+    size_t ranges = unit_partial_bytes / range_bytes;
+    ranges = ranges > max_ranges ? max_ranges : ranges < 4 ? 4 : ranges;
+    size_t keys = (block.n_valid + ranges - 1) / ranges;
+    keys = keys < min_range_keys ? min_range_keys : keys;
+    l.range_keys = static_cast<uint32_t>((keys + tile_keys - 1) / tile_keys * tile_keys);
+    l.n_ranges = (block.n_valid + l.range_keys - 1) / l.range_keys;
+    l.value_max = range_bytes * l.n_ranges;
+    l.results = l.value_max + max_ranges * sizeof(float);
+    l.output = l.results + l.rows * sizeof(row_result);
+    l.bytes = l.output + static_cast<size_t>(l.rows) * block.v_dim * sizeof(float);
+    return l;
+}
+
+__host__ __device__ inline uint32_t ceil_div(uint32_t a, uint32_t b)
+{
+    return (a + b - 1) / b;
+}
+
+/* The wave's work: item i of a kernel belongs to the last unit whose first item is <= i. */
+struct work_list {
+    const dkv_cu_block *blocks;
+    const dkv_cu_unit *units;
+    const uint32_t *first_item; /* [n_units + 1] */
+    uint32_t n_units;
+};
+
+__device__ uint32_t find_unit(const work_list &work, uint32_t item)
+{
+    uint32_t lo = 0;
+    uint32_t hi = work.n_units;
+    while (hi - lo > 1) {
+        const uint32_t mid = (lo + hi) / 2;
+        if (work.first_item[mid] <= item)
+            lo = mid;
+        else
+            hi = mid;
+    }
+    return lo;
+}
+
+/* True if this block's output is made of rounded probabilities. */
+__device__ __host__ inline bool rounds_output(const dkv_cu_block &block)
+{
+    return block.p_round && block.eps > 0 &&
+           (block.q_dtype == DKV_BF16 || block.q_dtype == DKV_FP16);
+}
+
+} // namespace
+
+#endif
