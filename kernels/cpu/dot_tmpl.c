@@ -17,12 +17,13 @@ static struct fetch fetch_plan(const struct dkv_ahead *ahead, size_t n_steps)
 {
     if (ahead == NULL || n_steps == 0)
         return (struct fetch){0};
-    const size_t lines = ahead->n_rows * ((ahead->row_bytes + 63) / 64);
+    const uint32_t lines = (uint32_t)(ahead->n_rows * ((ahead->row_bytes + 63) / 64));
+    const uint32_t steps = (uint32_t)n_steps; /* a 64-bit division would be felt */
     return (struct fetch){
         .row = ahead->rows,
         .end = ahead->rows + ahead->n_rows,
         .row_bytes = ahead->row_bytes,
-        .portion = (lines + n_steps - 1) / n_steps,
+        .portion = (lines + steps - 1) / steps,
     };
 }
 

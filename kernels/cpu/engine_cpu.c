@@ -155,7 +155,7 @@ static unsigned run_whole(const struct dkv_engine *engine, struct dkv_head *head
     struct dkv_tile tile;
     dkv_head_place(head, engine->wholes[thread].bytes);
     dkv_tile_place(&tile, head, engine->tiles[thread].bytes);
-    unsigned faults = dkv_head_begin(head);
+    unsigned faults = dkv_head_begin(head, &tile);
     if (faults != DKV_FAULT_NONE)
         return faults;
     for (uint32_t s = 0; s < head->n_splits; s++)
@@ -197,7 +197,7 @@ static unsigned run_shared(const struct dkv_engine *engine, struct dkv_head *hea
     struct dkv_tile tile;
     dkv_head_place(head, engine->shared.bytes);
     dkv_tile_place(&tile, head, engine->tiles[0].bytes);
-    unsigned faults = dkv_head_begin(head);
+    unsigned faults = dkv_head_begin(head, &tile);
     if (faults != DKV_FAULT_NONE)
         return faults;
     step.step = dkv_head_pass_a;

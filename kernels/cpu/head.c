@@ -1,10 +1,6 @@
 /* Shape, memory and preparation of a head; the passes are in head_pass.c, the states between them
- * in head_merge.c, the search for what went wrong in head_explain.c.
- *
- * Keys and values are centred. Softmax does not change when one vector is added to every key, nor
- * the score when one is added to every value; but float32 sums of products lose digits to a common
- * offset. The centre is, per component, the median of a few tokens: robust against sinks, and
- * exactly the common value where all tokens are the same, which makes those scores exactly 0.
+ * in head_merge.c, the centres of keys and values in head_centre.c, the search for what went wrong
+ * in head_explain.c.
  */
 #include "kernels/cpu/head.h"
 
@@ -17,8 +13,7 @@
 #define SPLIT_TOKENS_MIN  4096u
 #define SPLITS_MAX        32u
 #define SPLIT_BYTES_MAX   (1u << 20) /* of all splits' panels, where two fit at all */
-#define SAMPLES           15u
-#define NATIVE_OFFSET_MAX 4.0 /* see choose_centre(): logits lose up to about a bit */
+#define NATIVE_OFFSET_MAX 1.0 /* keys no further from zero than they spread: no digit is lost */
 
 void dkv_head_init(struct dkv_head *head, const struct dkv_cpu_ops *ops,
                    const struct dkv_item *item, uint32_t index)
@@ -143,51 +138,6 @@ void dkv_tile_place(struct dkv_tile *tile, const struct dkv_head *head, void *me
     deal_tile(tile, head, memory);
 }
 
-static float median(float *values, unsigned n)
-{
-    for (unsigned i = 1; i < n; i++) {
-        const float x = values[i];
-        unsigned j = i;
-        for (; j > 0 && values[j - 1] > x; j--)
-            values[j] = values[j - 1];
-        values[j] = x;
-    }
-    return n > 0 ? values[n / 2] : 0.0f;
-}
-
-/* shift_out[d] = minus the median over samples of stored component d, the non-finite left out.
- * offset_out: the squared length of the centre over the samples' mean square distance from it. */
-static bool choose_centre(const struct dkv_head *head, const struct dkv_reader *reader,
-                          uint32_t dim, float *shift_out, double *offset_out)
-{
-    const unsigned n = head->n < SAMPLES ? (unsigned)head->n : SAMPLES;
-    const size_t size = dkv_dtype_bytes(reader->dtype);
-    const void *rows[SAMPLES];
-    double length = 0.0, spread = 0.0;
-    for (unsigned i = 0; i < n; i++) {
-        const uint64_t token = head->item->block->valid_from + (2 * i + 1) * head->n / (2 * n);
-        if (!dkv_reader_rows(reader, token, 1, &rows[i]))
-            return false;
-    }
-    for (uint32_t d = 0; d < dim; d++) {
-        float values[SAMPLES];
-        unsigned finite = 0;
-        for (unsigned i = 0; i < n; i++) {
-            const float x = dkv_element_to_f32((const uint8_t *)rows[i] + d * size, reader->dtype);
-            if (isfinite(x))
-                values[finite++] = x;
-        }
-        const float centre = median(values, finite);
-        for (unsigned i = 0; i < finite; i++)
-            spread += ((double)values[i] - (double)centre) * ((double)values[i] - (double)centre) /
-                      n;
-        length += (double)centre * (double)centre;
-        shift_out[d] = -centre;
-    }
-    *offset_out = length / spread; /* NaN where all is zero */
-    return true;
-}
-
 static const uint8_t *query_row(const struct dkv_head *head, uint32_t row)
 {
     const struct dkv_block *block = head->item->block;
@@ -277,12 +227,13 @@ bool dkv_head_logit(const struct dkv_head *head, uint32_t row, uint64_t token, d
     return true;
 }
 
-unsigned dkv_head_begin(struct dkv_head *head)
+unsigned dkv_head_begin(struct dkv_head *head, const struct dkv_tile *tile)
 {
     const double cap = head->item->params->logit_softcap;
     double offset;
-    if (!choose_centre(head, &head->values, head->v_dim, head->value_shift, &offset) ||
-        !choose_centre(head, &head->keys, head->dim, head->key_shift, &offset))
+    if (!dkv_head_centre(head, &head->values, head->v_dim, tile->rows, head->value_shift,
+                         &offset) ||
+        !dkv_head_centre(head, &head->keys, head->dim, tile->rows, head->key_shift, &offset))
         return DKV_FAULT_TABLE;
     /* bf16 products cannot have the centre taken out: not where it would cost digits. */
     head->native_bf16 = head->native_bf16 && !(offset > NATIVE_OFFSET_MAX);

@@ -105,7 +105,7 @@ size_t dkv_tile_bytes(const struct dkv_head *head);
 void dkv_head_place(struct dkv_head *head, void *memory);
 void dkv_tile_place(struct dkv_tile *tile, const struct dkv_head *head, void *memory);
 
-unsigned dkv_head_begin(struct dkv_head *head);
+unsigned dkv_head_begin(struct dkv_head *head, const struct dkv_tile *tile);
 void dkv_head_pass_a(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile);
 unsigned dkv_head_merge(struct dkv_head *head, const struct dkv_tile *tile);
 void dkv_head_pass_a2(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile);
@@ -119,6 +119,12 @@ void dkv_head_finish(const struct dkv_head *head);
 /* Says what is wrong and where: reads table and tensors again in order, the first offence wins. */
 enum dkv_status dkv_head_explain(const struct dkv_head *head, unsigned faults,
                                  struct dkv_error *err);
+
+/* shift_out[dim] = minus a centre of the stored rows. offset_out: how far that is from zero,
+ * squared, in units of the samples' extent. `scratch` holds DKV_TILE_KEYS rows. False: a bad table
+ * entry. */
+bool dkv_head_centre(const struct dkv_head *head, const struct dkv_reader *reader, uint32_t dim,
+                     float *scratch, float *shift_out, double *offset_out);
 
 /* One logit in double precision, in the units and the frame of the tiles'. False: a bad table
  * entry.
