@@ -326,6 +326,26 @@ static void a_body_takes_what_fits_and_no_more(void **unused)
     dkv_body_pool_fini(&pool);
 }
 
+static void a_large_body_arrives_as_it_was_sent(void **unused)
+{
+    static unsigned char sent[5u << 20];
+    struct dkv_body_pool pool;
+    struct dkv_body body = {0};
+    struct dkv_error err;
+    (void)unused;
+    for (size_t i = 0; i < sizeof(sent); i++)
+        sent[i] = (unsigned char)(i * 2654435761u >> 13);
+    dkv_body_pool_init(&pool, 64u << 20);
+    assert_int_equal(dkv_body_reserve(&body, &pool, sizeof(sent), 13, true, &err), DKV_OK);
+    for (size_t at = 0, n = 1; at < sizeof(sent); at += n, n = n * 3 % 99991) {
+        n = n < sizeof(sent) - at ? n : sizeof(sent) - at;
+        assert_int_equal(dkv_body_append(&body, sent + at, n, &err), DKV_OK);
+    }
+    assert_memory_equal(body.data, sent, sizeof(sent));
+    dkv_body_release(&body);
+    dkv_body_pool_fini(&pool);
+}
+
 static void bodies_together_stay_within_the_limit(void **unused)
 {
     static const char piece[65536];
@@ -435,6 +455,7 @@ int main(void)
         cmocka_unit_test(addresses_are_loopback_or_not),
         cmocka_unit_test(the_tensor_section_is_aligned_whatever_the_head),
         cmocka_unit_test(a_body_takes_what_fits_and_no_more),
+        cmocka_unit_test(a_large_body_arrives_as_it_was_sent),
         cmocka_unit_test(bodies_together_stay_within_the_limit),
         cmocka_unit_test(a_mapping_stays_warm_for_a_second),
         cmocka_unit_test(each_phase_has_its_own_deadline),
