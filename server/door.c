@@ -247,11 +247,6 @@ struct dkv_door *dkv_door_open(uv_loop_t *loop, int listen_fd, const struct dkv_
     return door;
 }
 
-unsigned dkv_door_n_guests(const struct dkv_door *door)
-{
-    return door->n_guests;
-}
-
 static void free_door(uv_handle_t *handle)
 {
     struct dkv_door *door = handle->data;

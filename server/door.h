@@ -39,9 +39,6 @@ struct dkv_door_config {
 struct dkv_door *dkv_door_open(uv_loop_t *loop, int listen_fd, const struct dkv_door_config *config,
                                const struct dkv_door_calls *calls);
 
-/* Guests at the door. */
-unsigned dkv_door_n_guests(const struct dkv_door *door);
-
 /* A connection inside has ended: listens again if the limit had been reached. */
 void dkv_door_room(struct dkv_door *door);
 

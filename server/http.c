@@ -242,6 +242,13 @@ void dkv_http_resume(struct dkv_exchange *exchange)
 
 /* ---- the sweeper ---- */
 
+/* Ends a connection without a word; the library notices and cleans up. */
+static void shut(struct dkv_conn *conn)
+{
+    shutdown(conn->fd, SHUT_RDWR);
+    conn->doomed = true;
+}
+
 static void close_overdue(struct dkv_http *http, struct dkv_conn *conn, enum dkv_refusal reason)
 {
     http->server->metrics.refusals[reason]++;
@@ -250,8 +257,7 @@ static void close_overdue(struct dkv_http *http, struct dkv_conn *conn, enum dkv
     else if (conn->phase == DKV_CONN_HEADER)
         dkv_conn_abort(conn, 408, "the header arrived too slowly");
     else
-        shutdown(conn->fd, SHUT_RDWR);
-    conn->doomed = true;
+        shut(conn);
 }
 
 static void on_sweep(uv_timer_t *timer)
@@ -331,8 +337,7 @@ static void make_room(void *owner)
             oldest = conn;
     if (oldest == NULL)
         return;
-    shutdown(oldest->fd, SHUT_RDWR);
-    oldest->doomed = true;
+    shut(oldest);
 }
 
 /* The door, which owns the listening socket from then on. */
@@ -384,10 +389,8 @@ unsigned dkv_http_port(const struct dkv_http *http)
 void dkv_http_drain(struct dkv_http *http)
 {
     for (struct dkv_conn *conn = http->conns.first; conn != NULL; conn = conn->next)
-        if (conn->phase == DKV_CONN_IDLE && !conn->doomed) {
-            shutdown(conn->fd, SHUT_RDWR);
-            conn->doomed = true;
-        }
+        if (conn->phase == DKV_CONN_IDLE && !conn->doomed)
+            shut(conn);
 }
 
 bool dkv_http_is_quiet(const struct dkv_http *http)
