@@ -31,7 +31,7 @@ static struct fetch fetch_plan(const struct dkv_ahead *ahead, size_t n_steps)
 DKV_BLOCK void fetch_step(struct fetch *fetch)
 {
     for (size_t i = 0; i < fetch->portion && fetch->row < fetch->end; i++) {
-        __builtin_prefetch((const char *)*fetch->row + fetch->at, 0, 3);
+        __builtin_prefetch((const char *)*fetch->row + fetch->at, 0, 2);
         fetch->at += 64;
         if (fetch->at >= fetch->row_bytes) {
             fetch->at = 0;
@@ -74,8 +74,8 @@ DKV_BLOCK void dot_block(size_t vecs, size_t keys, float *tile, const float *pan
         for (size_t k = 0; k < keys; k++) {
             for (size_t v = 0; v < vecs; v++) {
                 float *out = tile + k * n_rows + v * LANES;
-                const vf sum = v_mul(acc[k][v], factor);
-                v_store(out, start == 0 ? sum : v_add(v_load(out), sum));
+                v_store(out, start == 0 ? v_mul(acc[k][v], factor)
+                                        : v_fma(acc[k][v], factor, v_load(out)));
             }
         }
     }

@@ -13,12 +13,13 @@
 #include <math.h>
 #include <string.h>
 
-#define LOG2E        1.4426950408889634
-#define VALUE_MAX    1e18f
+#define LOG2E     1.4426950408889634
+#define VALUE_MAX 1e18f
+/* Keys converted at a time, and keys of a tile of pass B: few enough that their floats are still in
+ * the first cache level when they are used. Pass A's tile is larger because it touches the whole
+ * output panel once per tile. */
 #define CONVERT_KEYS 24u
-#ifndef TILE_B
-#define TILE_B 24u
-#endif
+#define TILE_B       24u
 
 static size_t tile_keys(uint64_t first, uint64_t end, size_t most)
 {

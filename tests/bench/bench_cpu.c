@@ -4,7 +4,7 @@
  * CPU time the median of the rounds' ratios, which holds on a busy machine too.
  *
  * usage: bench_cpu [--tokens N] [--q-heads N] [--kv-heads N] [--head-dim N] [--window N]
- *                  [--dtype bf16|fp16|fp32] [--threads N] [--rounds N]
+ *                  [--dtype bf16|fp16|fp32] [--threads N] [--rounds N] [--small-pages]
  */
 #include "kernels/convert.h"
 #include "kernels/engine.h"
@@ -13,6 +13,7 @@
 #include <getopt.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <time.h>
 
@@ -23,6 +24,7 @@ struct shape {
     uint32_t q_heads, kv_heads, head_dim, window, threads, rounds;
     uint64_t tokens;
     enum dkv_dtype dtype;
+    bool small_pages;
 };
 
 static double now(void)
@@ -50,11 +52,17 @@ static float noise(uint64_t *state)
     return sum * 1.7320508f;
 }
 
-static void *noise_tensor(uint64_t elements, enum dkv_dtype dtype, uint64_t seed)
+#define HUGE_PAGE ((size_t)2 << 20)
+
+/* On huge pages, as a serving engine's cache arena should be, unless told not to. */
+static void *noise_tensor(uint64_t elements, enum dkv_dtype dtype, uint64_t seed, bool small_pages)
 {
-    void *tensor = malloc(elements * dkv_dtype_bytes(dtype));
+    const size_t bytes = (elements * dkv_dtype_bytes(dtype) + HUGE_PAGE - 1) / HUGE_PAGE *
+                         HUGE_PAGE;
+    void *tensor = aligned_alloc(HUGE_PAGE, bytes);
     if (tensor == NULL)
         exit(1);
+    madvise(tensor, bytes, small_pages ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
     for (uint64_t i = 0; i < elements; i++) {
         const float x = noise(&seed);
         if (dtype == DKV_FP32)
@@ -75,12 +83,12 @@ static struct dkv_block make_block(const struct shape *s)
     const uint64_t q = (uint64_t)s->q_heads * s->window * s->head_dim;
     const uint64_t kv = s->kv_heads * s->tokens * s->head_dim;
     const size_t size = dkv_dtype_bytes(s->dtype);
-    block.query = dkv_view_dense(noise_tensor(q, s->dtype, 1), q * size, s->dtype, s->window,
-                                 s->head_dim);
-    block.key = dkv_view_dense(noise_tensor(kv, s->dtype, 2), kv * size, s->dtype, s->tokens,
-                               s->head_dim);
-    block.value = dkv_view_dense(noise_tensor(kv, s->dtype, 3), kv * size, s->dtype, s->tokens,
-                                 s->head_dim);
+    block.query = dkv_view_dense(noise_tensor(q, s->dtype, 1, s->small_pages), q * size, s->dtype,
+                                 s->window, s->head_dim);
+    block.key = dkv_view_dense(noise_tensor(kv, s->dtype, 2, s->small_pages), kv * size, s->dtype,
+                               s->tokens, s->head_dim);
+    block.value = dkv_view_dense(noise_tensor(kv, s->dtype, 3, s->small_pages), kv * size, s->dtype,
+                                 s->tokens, s->head_dim);
     return block;
 }
 
@@ -101,9 +109,11 @@ static void must(enum dkv_status status, const struct dkv_error *err)
 static bool parse(int argc, char **argv, struct shape *s)
 {
     static const struct option options[] = {
-        {"tokens", 1, NULL, 'n'},   {"q-heads", 1, NULL, 'q'}, {"kv-heads", 1, NULL, 'k'},
-        {"head-dim", 1, NULL, 'd'}, {"window", 1, NULL, 'w'},  {"dtype", 1, NULL, 't'},
-        {"threads", 1, NULL, 'j'},  {"rounds", 1, NULL, 'r'},  {0},
+        {"tokens", 1, NULL, 'n'},      {"q-heads", 1, NULL, 'q'},
+        {"kv-heads", 1, NULL, 'k'},    {"head-dim", 1, NULL, 'd'},
+        {"window", 1, NULL, 'w'},      {"dtype", 1, NULL, 't'},
+        {"threads", 1, NULL, 'j'},     {"rounds", 1, NULL, 'r'},
+        {"small-pages", 0, NULL, 's'}, {0},
     };
     for (int o; (o = getopt_long(argc, argv, "", options, NULL)) != -1;) {
         const uint32_t number = optarg != NULL ? (uint32_t)strtoul(optarg, NULL, 0) : 0;
@@ -116,6 +126,7 @@ static bool parse(int argc, char **argv, struct shape *s)
         case 't': s->dtype = dkv_dtype_parse(optarg); break;
         case 'j': s->threads = number; break;
         case 'r': s->rounds = number; break;
+        case 's': s->small_pages = true; break;
         default: return false;
         }
     }
