@@ -5,15 +5,15 @@
  *   whole    one thread does all steps. Heads need nothing from each other, so a batch of them
  *            fills all threads without a barrier.
  *   shared   all threads work on the splits of one head, step by step. For long blocks, whose
- *            per-token memory is wanted only once, and for batches of fewer heads than threads.
+ *            per-token memory is wanted only once, and for batches that would leave threads idle.
  *
  * Both run the same steps over the same splits, so the choice does not show in the result.
  *
  * Memory: one head's working set for `shared` and one per thread for `whole`, plus a tile per
  * thread. It grows to what batches need before any work starts and is kept. Heads run whole only
- * while all threads' sets together stay under WHOLE_BYTES, so besides the tiles (about 0.25 MiB per
- * thread at 32 rows of 128) the engine holds at most that, or 4 bytes per token of the longest
- * block plus about 1 MiB.
+ * while all threads' sets together stay under WHOLE_BYTES (or half a MiB per thread, if that is
+ * more). So besides the tiles (about 0.1 MiB per thread at 32 rows of 128) the engine holds that at
+ * most, and 4 bytes per token of the longest block plus about 1 MiB.
  */
 #include "kernels/cpu/cpu.h"
 #include "kernels/cpu/head.h"
@@ -23,8 +23,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#define WHOLE_BYTES      ((size_t)3 << 20)
-#define SHARE_TOKENS_MIN 8192u /* shorter heads are not worth barriers */
+#define WHOLE_BYTES      ((size_t)3 << 20)   /* of all threads together, but at least */
+#define WHOLE_BYTES_EACH ((size_t)512 << 10) /* for each, which counts from 7 threads on */
+#define SHARE_TOKENS_MIN 8192u               /* shorter heads are not worth barriers */
 #define THREADS_MAX      256u
 #define TASKS_MAX        1024u
 
@@ -253,30 +254,37 @@ static void run_slice(struct slice *slice)
     slice->n_tasks = 0;
 }
 
+static size_t larger(size_t a, size_t b)
+{
+    return a > b ? a : b;
+}
+
 /* How a batch is laid out, found before it starts. */
 struct layout {
     uint64_t n_heads; /* that have to be scored */
     size_t shared_bytes, whole_bytes, tile_bytes;
 };
 
+/* Heads of one size on all threads at once: is a third of the machine idle in the last round? */
+static bool leaves_threads_idle(const struct dkv_engine *engine, uint64_t n_heads)
+{
+    const uint64_t rounds = (n_heads + engine->threads - 1) / engine->threads;
+    return 3 * n_heads < 2 * rounds * engine->threads;
+}
+
 static bool runs_shared(const struct dkv_engine *engine, const struct dkv_head *head,
                         uint64_t n_heads)
 {
     if (engine->threads == 1)
         return false;
-    if (dkv_head_bytes(head) > WHOLE_BYTES / engine->threads)
+    if (dkv_head_bytes(head) > larger(WHOLE_BYTES / engine->threads, WHOLE_BYTES_EACH))
         return true;
-    return head->n >= SHARE_TOKENS_MIN && n_heads < 2 * (uint64_t)engine->threads;
+    return head->n >= SHARE_TOKENS_MIN && leaves_threads_idle(engine, n_heads);
 }
 
 static bool needs_scoring(const struct dkv_item *item)
 {
     return item->status == DKV_OK && (!item->plan->keep_all || item->scores_out != NULL);
-}
-
-static size_t larger(size_t a, size_t b)
-{
-    return a > b ? a : b;
 }
 
 static bool reserve(struct dkv_engine *engine, const struct dkv_item *items, size_t n_items,
