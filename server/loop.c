@@ -5,8 +5,8 @@
  *   SIGHUP reads the token file again.
  *
  * While draining, connections are still accepted, so that their requests get a definite answer (503
- * and Connection: close) rather than a refused connection. "At once" means _exit(): the engine's
- * thread may be in the middle of a batch that nobody may wait for.
+ * and Connection: close) rather than a refused connection. "At once" means _exit(): a
+ * worker may be in the middle of a batch that nobody may wait for, and ends with this process.
  */
 #include "server/http.h"
 #include "server/server.h"
@@ -111,6 +111,24 @@ static uint64_t body_limit(const struct dkv_config *config)
     return (group != 0 && group < machine ? group : machine) / 2;
 }
 
+/* Room for all bodies twice over, for answers, and for a chunked upload on every connection, each
+ * of which may become as large as any: these are addresses, not memory. */
+static enum dkv_status open_memory(struct dkv_server *server, struct dkv_error *err)
+{
+    const struct dkv_config *config = server->config;
+    const uint64_t limit = body_limit(config);
+    const uint64_t most = UINT64_C(1) << 42;
+    const uint64_t max_body = config->max_body_bytes < limit ? config->max_body_bytes : limit;
+    uint64_t bytes;
+    if (!dkv_mul_u64(max_body, config->max_connections, &bytes) ||
+        !dkv_add_u64(bytes, 2 * limit, &bytes) || bytes > most)
+        bytes = most > 2 * limit ? most : 2 * limit;
+    enum dkv_status status = dkv_arena_open(&server->arena, bytes, limit, err);
+    dkv_body_pool_init(&server->bodies, &server->arena, limit);
+    server->max_body_bytes = max_body;
+    return status;
+}
+
 static void learn_engine(struct dkv_server *server)
 {
     struct dkv_backend_info info;
@@ -134,7 +152,9 @@ static enum dkv_status start(struct life *life, struct dkv_error *err)
     const struct dkv_config *config = server->config;
     enum dkv_status status = dkv_auth_load(&server->auth, config->token_file, err);
     if (status == DKV_OK)
-        status = dkv_backend_open(config, &life->loop, &server->backend, err);
+        status = open_memory(server, err);
+    if (status == DKV_OK)
+        status = dkv_backend_open(config, &life->loop, &server->arena, &server->backend, err);
     if (status != DKV_OK)
         return status;
     learn_engine(server);
@@ -163,6 +183,7 @@ static void stop(struct life *life)
     uv_run(&life->loop, UV_RUN_DEFAULT);
     uv_loop_close(&life->loop);
     dkv_body_pool_fini(&server->bodies);
+    dkv_arena_close(&server->arena);
     dkv_auth_fini(&server->auth);
 }
 
@@ -175,10 +196,6 @@ int dkv_server_run(const struct dkv_config *config)
         setenv("DKV_CPU_MASK", config->cpu_mask, 1);
     uv_loop_init(&life.loop);
     life.server.loop = &life.loop;
-    dkv_body_pool_init(&life.server.bodies, body_limit(config));
-    life.server.max_body_bytes = config->max_body_bytes < life.server.bodies.limit_bytes
-                                     ? config->max_body_bytes
-                                     : life.server.bodies.limit_bytes;
     uv_timer_init(&life.loop, &life.drain_timer);
     life.drain_timer.data = &life;
     add_signal(&life, &life.sigterm, on_stop_signal, SIGTERM);
