@@ -8,6 +8,10 @@
  * It is counted: whoever has it from client_get() gives it back, and it lasts until its last job
  * has ended.
  *
+ * Memory that a client lends is attached once and named by jobs: their blocks point into the
+ * addresses that stand for it (dkv_loan_base), and job->loans lists it. It is let go when it has
+ * been detached and the last job that names it has ended.
+ *
  * Owner   open/close. A submitted job is the backend's until its done().
  * Thread  loop, all calls and every done().
  */
@@ -16,6 +20,8 @@
 
 #include "server/config.h"
 #include "server/job.h"
+#include "server/loan.h"
+#include "server/worker.h"
 
 #include <uv.h>
 
@@ -34,16 +40,21 @@ struct dkv_backend_info {
     unsigned n_levels; /* priorities in use: level[] of `queue` */
     bool ready;        /* some device answers */
     struct dkv_admission_stats queue;
+    unsigned n_devices;
+    struct dkv_worker_facts workers[DKV_ADMISSION_DEVICES_MAX];
+    unsigned n_loans;
+    uint64_t loan_bytes;
 };
 
 /* What the configuration says about the queue. INVALID names what does not fit together. */
 enum dkv_status dkv_backend_limits(const struct dkv_config *config,
                                    struct dkv_admission_config *limits_out, struct dkv_error *err);
 
-/* Opens the engine of config->device. UNSUPPORTED if this machine cannot run it. The bytes of
- * everything accepted are bounded by config->max_queue_read_bytes. */
+/* Starts a worker for every device of the configuration and waits until each has opened it.
+ * UNSUPPORTED if this machine cannot run one. Jobs live in `arena`. */
 enum dkv_status dkv_backend_open(const struct dkv_config *config, uv_loop_t *loop,
-                                 struct dkv_backend **backend_out, struct dkv_error *err);
+                                 struct dkv_arena *arena, struct dkv_backend **backend_out,
+                                 struct dkv_error *err);
 
 /* Every job still there ends, as DRAINING. The loop must be run until its handles are closed, which
  * frees what clients are left. */
@@ -68,6 +79,17 @@ void dkv_backend_cancel(struct dkv_backend *backend, struct dkv_job *job);
 
 /* The same for all jobs of a client. */
 void dkv_backend_client_cancel(struct dkv_backend_client *client);
+
+/* Lends [offset, offset + bytes) of a file to all workers. The fd stays the caller's: it may be
+ * closed afterwards. `on_attached` is called once, with an error if some worker could not map it;
+ * jobs may name it before. INVALID, NOMEM, TOO_LARGE (too many). */
+enum dkv_status dkv_backend_attach(struct dkv_backend *backend, int fd, uint64_t offset,
+                                   uint64_t bytes, dkv_loan_attached_fn on_attached, void *owner,
+                                   struct dkv_loan **loan_out, struct dkv_error *err);
+
+/* No new job may name it; on_attached is not called any more. `on_released` (or NULL) is called
+ * when nobody has it, possibly within this call. */
+void dkv_backend_detach(struct dkv_loan *loan, dkv_loan_released_fn on_released, void *owner);
 
 /* True if a request that comes now may be accepted: some device answers. */
 bool dkv_backend_ready(const struct dkv_backend *backend);

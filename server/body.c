@@ -1,13 +1,13 @@
 /* Where bodies live.
  *
- * A mapping of its own per large body means that releasing it returns the memory: the daemon holds
- * what is in flight, whatever sizes came before. The price is that every page is faulted in and
+ * A range of its own per large body means that releasing it returns the memory: the daemon holds
+ * what is in flight, whatever sizes came before. The price is that every page has to be found and
  * zeroed while the body arrives, in competition with the copy out of the HTTP server's buffer. Two
- * things lower it: huge pages (a hint: one fault per 2 MiB), and keeping the last mapping warm for
- * a second, since prompts arrive as a series of equal bodies, layer after layer. What is in a warm
- * mapping is another request's data; nothing reads a body beyond the bytes it received.
+ * things lower it: pages are asked for many at a time, and the last range is kept warm for a
+ * second, since prompts arrive as a series of equal bodies, layer after layer. What is in a warm
+ * range is another request's data; nothing reads a body beyond the bytes it received.
  *
- * Charging is by bytes, not by mappings: a client that announces a length is charged for it before
+ * Charging is by bytes, not by ranges: a client that announces a length is charged for it before
  * its first byte arrives, so that accepted bodies always fit; a chunked one is charged in steps.
  */
 #include "server/body.h"
@@ -17,30 +17,22 @@
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
 
-#define SMALL_KEPT  64u                 /* blocks on the free list */
-#define CHARGE_STEP (UINT64_C(1) << 20) /* of a chunked body */
-#define HUGE_FROM   (UINT64_C(4) << 20) /* mappings above this ask for huge pages */
+#define CHARGE_STEP   (UINT64_C(1) << 20) /* of a chunked body */
+#define POPULATE_STEP (UINT64_C(1) << 20) /* of a large one */
+#define STREAM_FROM   (UINT64_C(4) << 20) /* ranges above this are written past the caches */
 
-struct dkv_body_small {
-    struct dkv_body_small *next;
-};
-
-static const size_t small_block_bytes = DKV_BODY_SMALL_BYTES + DKV_BODY_ALIGN;
-
-void dkv_body_pool_init(struct dkv_body_pool *pool, uint64_t limit_bytes)
+void dkv_body_pool_init(struct dkv_body_pool *pool, struct dkv_arena *arena, uint64_t limit_bytes)
 {
-    *pool = (struct dkv_body_pool){.limit_bytes = limit_bytes};
+    *pool = (struct dkv_body_pool){.arena = arena, .limit_bytes = limit_bytes};
 }
 
 static void drop_warm(struct dkv_body_pool *pool)
 {
-    if (pool->warm != NULL)
-        munmap(pool->warm, pool->warm_bytes);
+    dkv_arena_free(pool->arena, pool->warm, pool->warm_bytes, pool->warm_bytes);
     pool->warm = NULL;
 }
 
@@ -48,12 +40,6 @@ void dkv_body_pool_fini(struct dkv_body_pool *pool)
 {
     assert(pool->charged_bytes == 0);
     drop_warm(pool);
-    while (pool->free_list != NULL) {
-        struct dkv_body_small *block = pool->free_list;
-        pool->free_list = block->next;
-        free(block);
-    }
-    pool->n_free = 0;
 }
 
 static enum dkv_status charge(struct dkv_body *body, uint64_t n_bytes, struct dkv_error *err)
@@ -66,28 +52,6 @@ static enum dkv_status charge(struct dkv_body *body, uint64_t n_bytes, struct dk
     pool->charged_bytes += n_bytes;
     body->charged_bytes += n_bytes;
     return DKV_OK;
-}
-
-static void *small_block_take(struct dkv_body_pool *pool)
-{
-    struct dkv_body_small *block = pool->free_list;
-    if (block == NULL)
-        return aligned_alloc(DKV_BODY_ALIGN, small_block_bytes);
-    pool->free_list = block->next;
-    pool->n_free--;
-    return block;
-}
-
-static void small_block_give(struct dkv_body_pool *pool, void *memory)
-{
-    struct dkv_body_small *block = memory;
-    if (pool->n_free >= SMALL_KEPT) {
-        free(block);
-        return;
-    }
-    block->next = pool->free_list;
-    pool->free_list = block;
-    pool->n_free++;
 }
 
 void dkv_body_pool_trim(struct dkv_body_pool *pool, uint64_t now_ms)
@@ -105,25 +69,33 @@ static bool take_warm(struct dkv_body *body, uint64_t n_bytes)
         return false;
     body->mapping = pool->warm;
     body->mapping_bytes = pool->warm_bytes;
+    body->populated_bytes = pool->warm_bytes;
     pool->warm = NULL;
     return true;
 }
 
-static bool map_large(struct dkv_body *body, uint64_t n_bytes)
+static void map(struct dkv_body *body, uint64_t n_bytes)
 {
-    if (take_warm(body, n_bytes))
-        return true;
-    drop_warm(body->pool);
-    void *memory = mmap(NULL, n_bytes, PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (memory == MAP_FAILED)
-        return false;
-    madvise(memory, n_bytes, MADV_DONTDUMP);
-    if (n_bytes >= HUGE_FROM)
-        madvise(memory, n_bytes, MADV_HUGEPAGE);
-    body->mapping = memory;
+    const bool large = n_bytes > DKV_BODY_SMALL_BYTES + DKV_BODY_ALIGN;
+    if (large && take_warm(body, n_bytes))
+        return;
+    if (large)
+        drop_warm(body->pool);
+    body->mapping = dkv_arena_alloc(body->pool->arena, n_bytes);
     body->mapping_bytes = n_bytes;
-    return true;
+    body->populated_bytes = large ? 0 : n_bytes;
+}
+
+/* Pages for the next bytes up to `end` of the mapping, and some more. */
+static void populate(struct dkv_body *body, uint64_t end)
+{
+    if (end <= body->populated_bytes)
+        return;
+    uint64_t up_to = (end + POPULATE_STEP - 1) / POPULATE_STEP * POPULATE_STEP;
+    up_to = up_to < body->mapping_bytes ? up_to : body->mapping_bytes;
+    dkv_arena_populate((unsigned char *)body->mapping + body->populated_bytes,
+                       up_to - body->populated_bytes);
+    body->populated_bytes = up_to;
 }
 
 enum dkv_status dkv_body_reserve(struct dkv_body *body, struct dkv_body_pool *pool,
@@ -137,11 +109,7 @@ enum dkv_status dkv_body_reserve(struct dkv_body *body, struct dkv_body_pool *po
         if (status != DKV_OK)
             return status;
     }
-    if (capacity_bytes <= DKV_BODY_SMALL_BYTES) {
-        fresh.mapping = small_block_take(pool);
-    } else {
-        map_large(&fresh, capacity_bytes + DKV_BODY_ALIGN);
-    }
+    map(&fresh, capacity_bytes + DKV_BODY_ALIGN);
     if (fresh.mapping == NULL) {
         pool->charged_bytes -= fresh.charged_bytes;
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a body of %llu bytes",
@@ -189,31 +157,25 @@ enum dkv_status dkv_body_append(struct dkv_body *body, const void *bytes, size_t
         if (status != DKV_OK)
             return status;
     }
-    copy_in(body->data + body->received_bytes, bytes, n_bytes, body->mapping_bytes >= HUGE_FROM);
+    populate(body, (uint64_t)(body->data - (unsigned char *)body->mapping) + needed);
+    copy_in(body->data + body->received_bytes, bytes, n_bytes, body->mapping_bytes >= STREAM_FROM);
     body->received_bytes = needed;
     return DKV_OK;
 }
 
-static void give_large(struct dkv_body *body)
-{
-    struct dkv_body_pool *pool = body->pool;
-    if (pool->warm != NULL || body->received_bytes < body->mapping_bytes / 2) {
-        munmap(body->mapping, body->mapping_bytes);
-        return;
-    }
-    pool->warm = body->mapping;
-    pool->warm_bytes = body->mapping_bytes;
-    pool->warm_ms = dkv_clock_ms();
-}
-
 void dkv_body_release(struct dkv_body *body)
 {
-    if (body->pool == NULL)
+    struct dkv_body_pool *pool = body->pool;
+    if (pool == NULL)
         return;
-    body->pool->charged_bytes -= body->charged_bytes;
-    if (body->mapping_bytes != 0)
-        give_large(body);
-    else
-        small_block_give(body->pool, body->mapping);
+    pool->charged_bytes -= body->charged_bytes;
+    const bool large = body->mapping_bytes > DKV_BODY_SMALL_BYTES + DKV_BODY_ALIGN;
+    if (!large || pool->warm != NULL || body->received_bytes < body->mapping_bytes / 2) {
+        dkv_arena_free(pool->arena, body->mapping, body->mapping_bytes, body->populated_bytes);
+    } else {
+        pool->warm = body->mapping;
+        pool->warm_bytes = body->mapping_bytes;
+        pool->warm_ms = dkv_clock_ms();
+    }
     *body = (struct dkv_body){0};
 }

@@ -1,16 +1,15 @@
-/* A request body, received straight into the place where the engine reads it.
+/* A request body, received straight into the place where a worker reads it: the arena.
  *
- *   mapping   page-aligned, reserved once: from Content-Length, or for chunked uploads the whole
- *             allowed size (address space only; pages come as bytes arrive)
- *   pad       0..63 bytes, so that the tensor section starts on a 64-byte boundary
- *   head      JSON, head_bytes
- *   tensors   the rest
+ *   mapping   page-aligned, a range reserved once: from Content-Length, or for chunked uploads the
+ * whole allowed size (address space only; pages come as bytes arrive) pad       0..63 bytes, so
+ * that the tensor section starts on a 64-byte boundary head      JSON, head_bytes tensors   the
+ * rest
  *
  * Nothing grows by copying. A released mapping stays warm for DKV_BODY_WARM_MS, for a next body of
  * about that size, and then goes back to the system; at most one is kept, and one that does not
  * suit the next body goes before that body gets its own, so what is resident is never more than the
- * bodies in flight and one released. Small bodies (up to DKV_BODY_SMALL_BYTES) come from a free
- * list.
+ * bodies in flight and one released. Small bodies (up to DKV_BODY_SMALL_BYTES) are the arena's to
+ * keep.
  *
  * Owner   dkv_body is embedded in its owner; reserve/release. Moving it: copy the struct and zero
  * the source. Thread  one pool belongs to the loop thread; release() too. Reading the bytes: any.
@@ -19,20 +18,17 @@
 #ifndef DKV_SERVER_BODY_H
 #define DKV_SERVER_BODY_H
 
-#include "proto/types.h"
+#include "server/arena.h"
 
 #define DKV_BODY_ALIGN       64u
 #define DKV_BODY_SMALL_BYTES (256u << 10)
 #define DKV_BODY_WARM_MS     1000u
 
-struct dkv_body_small;
-
 struct dkv_body_pool {
+    struct dkv_arena *arena;
     uint64_t limit_bytes;   /* of all bodies together */
     uint64_t charged_bytes; /* bodies with a length: all of it; chunked ones: what has arrived */
-    struct dkv_body_small *free_list;
-    unsigned n_free;
-    void *warm; /* NULL, or a mapping released at warm_ms */
+    void *warm;             /* NULL, or a mapping released at warm_ms */
     uint64_t warm_bytes;
     uint64_t warm_ms;
 };
@@ -45,9 +41,10 @@ struct dkv_body {
     uint64_t capacity_bytes; /* at most this many may arrive */
     uint64_t received_bytes;
     uint64_t charged_bytes;
+    uint64_t populated_bytes; /* of the mapping: pages that exist */
 };
 
-void dkv_body_pool_init(struct dkv_body_pool *pool, uint64_t limit_bytes);
+void dkv_body_pool_init(struct dkv_body_pool *pool, struct dkv_arena *arena, uint64_t limit_bytes);
 
 /* Gives the warm mapping back if it has had its time. */
 void dkv_body_pool_trim(struct dkv_body_pool *pool, uint64_t now_ms);

@@ -25,26 +25,28 @@ static const char *const log_levels[] = {"error", "warn", "info", "debug", "trac
 #define TEXT(member, default_text, choices, help)                                          \
     {                                                                                      \
 #member, DKV_CONFIG_TEXT, offsetof(struct dkv_config, member), default_text, 0, 0, \
-            choices, "", help                                                              \
+            choices, "", help, false                                                       \
+    }
+#define LIST(member, default_text, help)                                                         \
+    {                                                                                            \
+#member, DKV_CONFIG_TEXT, offsetof(struct dkv_config, member), default_text, 0, 0, NULL, \
+            "", help, true                                                                       \
     }
 #define FLAG(member, default_text, help)                                                         \
     {                                                                                            \
 #member, DKV_CONFIG_BOOL, offsetof(struct dkv_config, member), default_text, 0, 0, NULL, \
-            "", help                                                                             \
+            "", help, false                                                                      \
     }
 #define NUMBER(member, default_text, min, max, unit, help)                                    \
     {                                                                                         \
 #member, DKV_CONFIG_U64, offsetof(struct dkv_config, member), default_text, min, max, \
-            NULL, unit, help                                                                  \
+            NULL, unit, help, false                                                           \
     }
 
 const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
     TEXT(http, "127.0.0.1:8480", NULL, "Where to listen for HTTP: ADDRESS:PORT, or off"),
-    TEXT(socket, "", NULL,
-         "Path of the local socket, or off; none: $XDG_RUNTIME_DIR/dropkv/dropkvd.sock, else "
-         "/run/dropkv/dropkvd.sock"),
     TEXT(port_file, "", NULL, "Write the port in use to this file once listening"),
-    TEXT(device, "cpu", NULL, "Device that computes: cpu, or cuda:N"),
+    LIST(device, "cpu", "Device that computes: cpu, or cuda:N; may be given several times"),
     TEXT(cpu_mask, "", NULL, "Instruction sets the CPU engine may use, as DKV_CPU_MASK"),
     TEXT(token_file, "", NULL, "File of bearer tokens, one a line, mode 0600"),
     TEXT(log_format, "text", log_formats, "Form of the log"),
@@ -53,6 +55,8 @@ const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
          "A TLS-terminating proxy stands before an address that is not "
          "loopback"),
     FLAG(nv_metrics, "false", "Also offer the metric names that perf_analyzer reads"),
+    FLAG(fallback_cpu, "false", "Let the CPU compute in place of a device that cannot be had"),
+    FLAG(test_hooks, "false", "Let tests break workers, by DROPKVD_DIE_AT in the environment"),
     NUMBER(threads, "0", 0, 1024, "", "Threads of the CPU engine; 0: one per CPU"),
     NUMBER(max_body_bytes, "4GiB", 4 * KIB, 16 * TIB, "bytes", "Largest request body"),
     NUMBER(max_json_bytes, "16MiB", KIB, DKV_OIP_JSON_BYTES_MAX, "bytes",
@@ -81,6 +85,10 @@ const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
            "Tensor bytes that one engine batch of several requests reads"),
     NUMBER(max_queue_delay_us, "100", 0, 10000000, "us",
            "How long a busy device's next batch may wait to become fuller"),
+    NUMBER(batches_in_flight, "0", 0, DKV_ADMISSION_FLIGHT_MAX, "",
+           "Batches that a device is given at once; 0: 2 for a GPU, 1 for the CPU"),
+    NUMBER(worker_deaths, "5", 1, 1000, "",
+           "Workers of a device that may end in a row before the device is given up"),
     NUMBER(header_timeout_ms, "5000", 1, 3600000, "ms", "Time for a request's header to arrive"),
     NUMBER(keepalive_timeout_ms, "75000", 1, 3600000, "ms", "Time between two requests"),
     NUMBER(body_grace_ms, "2000", 0, 3600000, "ms", "Time before a body's rate is judged"),
@@ -207,6 +215,18 @@ static enum dkv_status set_text(char **member, const struct dkv_config_field *fi
     return DKV_OK;
 }
 
+/* One more argument of a list. */
+static enum dkv_status add_text(char **member, const char *text, const char *origin,
+                                struct dkv_error *err)
+{
+    char *joined;
+    if (asprintf(&joined, "%s,%s", *member, text) < 0)
+        return dkv_error_set(err, DKV_E_NOMEM, "%s: out of memory", origin);
+    free(*member);
+    *member = joined;
+    return DKV_OK;
+}
+
 enum dkv_status dkv_config_set(struct dkv_config_state *state, int field_index, const char *text,
                                enum dkv_config_source source, const char *origin,
                                struct dkv_error *err)
@@ -216,7 +236,12 @@ enum dkv_status dkv_config_set(struct dkv_config_state *state, int field_index, 
     enum dkv_status status = DKV_OK;
     uint64_t number;
     switch (field->kind) {
-    case DKV_CONFIG_TEXT: status = set_text(member, field, text, origin, err); break;
+    case DKV_CONFIG_TEXT:
+        if (field->is_list && source == DKV_SOURCE_ARG && state->sources[field_index] == source)
+            status = add_text(member, text, origin, err);
+        else
+            status = set_text(member, field, text, origin, err);
+        break;
     case DKV_CONFIG_BOOL:
         if (!parse_bool(text, member))
             status = dkv_error_set(err, DKV_E_INVALID, "%s: '%.40s' is neither true nor false",
@@ -253,6 +278,39 @@ enum dkv_status dkv_config_load_env(struct dkv_config_state *state, struct dkv_e
     return DKV_OK;
 }
 
+bool dkv_config_device(const struct dkv_config *config, unsigned index,
+                       char name_out[DKV_DEVICE_NAME_BYTES])
+{
+    const char *at = config->device;
+    for (; index > 0; index--) {
+        at = strchr(at, ',');
+        if (at == NULL)
+            return false;
+        at++;
+    }
+    snprintf(name_out, DKV_DEVICE_NAME_BYTES, "%.*s", (int)strcspn(at, ","), at);
+    return true;
+}
+
+/* Names are judged by the worker that opens the device; here only their number. */
+static enum dkv_status check_devices(const struct dkv_config *config, struct dkv_error *err)
+{
+    char name[DKV_DEVICE_NAME_BYTES], other[DKV_DEVICE_NAME_BYTES];
+    unsigned n = 0;
+    for (; dkv_config_device(config, n, name); n++) {
+        if (*name == '\0')
+            return dkv_error_set(err, DKV_E_INVALID, "device: '%.60s' has an empty name in it",
+                                 config->device);
+        for (unsigned i = 0; i < n && dkv_config_device(config, i, other); i++)
+            if (strcmp(name, other) == 0)
+                return dkv_error_set(err, DKV_E_INVALID, "device: %s is named twice", name);
+    }
+    if (n > DKV_ADMISSION_DEVICES_MAX)
+        return dkv_error_set(err, DKV_E_INVALID, "device: %u are named, at most %u can be", n,
+                             DKV_ADMISSION_DEVICES_MAX);
+    return DKV_OK;
+}
+
 enum dkv_status dkv_config_check(const struct dkv_config *config, struct dkv_error *err)
 {
     if (config->max_queue_bytes != 0 && config->max_body_bytes > config->max_queue_bytes)
@@ -266,13 +324,13 @@ enum dkv_status dkv_config_check(const struct dkv_config *config, struct dkv_err
             err, DKV_E_INVALID, "max_json_bytes: %llu is above max_body_bytes %llu",
             (unsigned long long)config->max_json_bytes, (unsigned long long)config->max_body_bytes);
     struct dkv_admission_config limits;
+    if (check_devices(config, err) != DKV_OK)
+        return DKV_E_INVALID;
     if (dkv_backend_limits(config, &limits, err) != DKV_OK)
         return DKV_E_INVALID;
     if (strcmp(config->http, "off") == 0)
-        return strcmp(config->socket, "off") != 0
-                   ? DKV_OK
-                   : dkv_error_set(err, DKV_E_INVALID,
-                                   "http: 'off' beside socket 'off' leaves nothing to serve");
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "http: 'off' leaves nothing to serve: this version answers HTTP only");
     struct dkv_listen_address address;
     enum dkv_status status = dkv_listen_parse(config->http, &address, err);
     if (status != DKV_OK)

@@ -18,15 +18,16 @@
 
 struct dkv_config {
     char *http;       /* ADDRESS:PORT or "off" */
-    char *socket;     /* path of the local socket, "" for the default one, "off" for none */
     char *port_file;  /* where to write the port in use; "" for nowhere */
-    char *device;     /* "cpu", "cuda:N" */
+    char *device;     /* "cpu", "cuda:N", or several with commas between */
     char *cpu_mask;   /* "": every instruction set the CPU has */
     char *token_file; /* "": no tokens */
     char *log_format; /* "text", "json" */
     char *log_level;
     bool behind_proxy;
     bool nv_metrics;
+    bool fallback_cpu;
+    bool test_hooks;
     uint64_t threads; /* of the CPU engine; 0: one per CPU */
     uint64_t max_body_bytes;
     uint64_t max_json_bytes;
@@ -44,6 +45,8 @@ struct dkv_config {
     uint64_t max_batch_tokens;
     uint64_t max_batch_bytes;
     uint64_t max_queue_delay_us;
+    uint64_t batches_in_flight; /* 0: as suits the devices */
+    uint64_t worker_deaths;
     uint64_t header_timeout_ms;
     uint64_t keepalive_timeout_ms;
     uint64_t body_grace_ms;
@@ -70,9 +73,10 @@ struct dkv_config_field {
     const char *const *choices; /* DKV_CONFIG_TEXT: the allowed words, or NULL for any text */
     const char *unit;           /* "bytes", "ms", "" */
     const char *help;           /* one sentence */
+    bool is_list;               /* DKV_CONFIG_TEXT: arguments add up, with commas between */
 };
 
-#define DKV_CONFIG_FIELDS 33
+#define DKV_CONFIG_FIELDS 36
 
 extern const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS];
 
@@ -102,6 +106,11 @@ enum dkv_status dkv_config_load_file(struct dkv_config_state *state, const char 
 /* Reads DROPKVD_<NAME> of every field. Other DROPKVD_ variables are none of ours: container
  * platforms make some up from the service's name. */
 enum dkv_status dkv_config_load_env(struct dkv_config_state *state, struct dkv_error *err);
+
+/* Name of the device number `index`, or false if there are fewer. */
+#define DKV_DEVICE_NAME_BYTES 32
+bool dkv_config_device(const struct dkv_config *config, unsigned index,
+                       char name_out[DKV_DEVICE_NAME_BYTES]);
 
 /* The rules that concern several fields. Also reads nothing: files are opened at start. */
 enum dkv_status dkv_config_check(const struct dkv_config *config, struct dkv_error *err);

@@ -11,6 +11,20 @@
 
 #define JSON "application/json"
 
+/* The engine in use may be another one than at start: a worker can be replaced. */
+static void refresh_engine(struct dkv_server *server, struct dkv_backend_info *info_out)
+{
+    dkv_backend_info(server->backend, info_out);
+    server->engine_info = info_out->engine;
+    snprintf(server->metrics.backend, sizeof(server->metrics.backend), "%s",
+             info_out->engine.backend);
+}
+
+static bool is_ready(const struct dkv_server *server)
+{
+    return !server->draining && dkv_backend_ready(server->backend);
+}
+
 /* True if the path names our model; answers 404 otherwise. */
 static bool names_model(struct dkv_exchange *exchange)
 {
@@ -48,6 +62,8 @@ static void reply_literal(struct dkv_exchange *exchange, unsigned http_status, c
 void dkv_handle_server(struct dkv_exchange *exchange)
 {
     struct dkv_oip_text text = {0};
+    struct dkv_backend_info backend;
+    refresh_engine(exchange->server, &backend);
     reply_document(exchange, dkv_oip_server_metadata(&exchange->server->facts, &text), &text);
 }
 
@@ -58,7 +74,7 @@ void dkv_handle_live(struct dkv_exchange *exchange)
 
 void dkv_handle_ready(struct dkv_exchange *exchange)
 {
-    dkv_reply_empty(exchange, exchange->server->draining ? 400 : 200);
+    dkv_reply_empty(exchange, is_ready(exchange->server) ? 200 : 400);
 }
 
 void dkv_handle_model(struct dkv_exchange *exchange)
@@ -72,7 +88,7 @@ void dkv_handle_model_ready(struct dkv_exchange *exchange)
 {
     if (!names_model(exchange))
         return;
-    if (exchange->server->draining)
+    if (!is_ready(exchange->server))
         dkv_reply_error(exchange, 400, "Model version not ready");
     else
         dkv_reply_empty(exchange, 200);
@@ -103,6 +119,9 @@ void dkv_handle_index(struct dkv_exchange *exchange)
                   exchange->server->draining
                       ? "[{\"name\":\"dropkv\",\"version\":\"1\",\"state\":\"UNAVAILABLE\","
                         "\"reason\":\"shutting down\"}]"
+                  : !is_ready(exchange->server)
+                      ? "[{\"name\":\"dropkv\",\"version\":\"1\",\"state\":\"UNAVAILABLE\","
+                        "\"reason\":\"no device answers\"}]"
                       : "[{\"name\":\"dropkv\",\"version\":\"1\",\"state\":\"READY\","
                         "\"reason\":\"\"}]");
 }
@@ -136,17 +155,21 @@ void dkv_handle_metrics(struct dkv_exchange *exchange)
     struct dkv_backend_info backend;
     char *text = NULL;
     size_t n_bytes = 0;
-    dkv_backend_info(server->backend, &backend);
+    refresh_engine(server, &backend);
     const struct dkv_gauges gauges = {
         .queue = &backend.queue,
         .n_levels = backend.n_levels,
+        .workers = backend.workers,
+        .n_workers = backend.n_devices,
+        .regions = backend.n_loans,
+        .region_bytes = backend.loan_bytes,
         .queue_requests = backend.n_queued,
         .running_requests = backend.n_running,
         .body_bytes = server->bodies.charged_bytes,
         .body_limit_bytes = server->bodies.limit_bytes,
         .connections = server->metrics.connections_total - server->metrics.connections_closed,
         .scratch_bytes = backend.engine.scratch_bytes,
-        .ready = !server->draining,
+        .ready = is_ready(server),
     };
     FILE *out = open_memstream(&text, &n_bytes);
     if (out != NULL) {

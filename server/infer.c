@@ -48,6 +48,8 @@ enum dkv_status dkv_infer_admit(struct dkv_exchange *exchange, struct dkv_error 
     if (server->n_accepted >= server->config->max_queue_requests)
         return dkv_error_set(err, DKV_E_BUSY, "%llu requests are waiting already",
                              (unsigned long long)server->config->max_queue_requests);
+    if (!dkv_backend_ready(server->backend))
+        return dkv_error_set(err, DKV_E_BUSY, "no device answers now; its worker is restarting");
     server->n_accepted++;
     exchange->accepted = true;
     return DKV_OK;
@@ -58,7 +60,7 @@ static enum dkv_status parse(struct dkv_exchange *exchange, uint64_t json_bytes,
                              uint64_t binary_bytes, struct dkv_error *err)
 {
     exchange->parsed = true;
-    exchange->job = dkv_job_new();
+    exchange->job = dkv_job_new(&exchange->server->arena);
     if (exchange->job == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "out of memory");
     enum dkv_status status = dkv_oip_infer_parse((const char *)exchange->body.data,
@@ -106,10 +108,8 @@ static enum dkv_status prepare(struct dkv_exchange *exchange, struct dkv_error *
     exchange->body = (struct dkv_body){0};
     memory.binary = job->body.data + json_bytes;
     if (job->infer.side_bytes > 0) {
-        const uint64_t aligned = (job->infer.side_bytes + 63) & ~UINT64_C(63);
-        job->side = aligned_alloc(64, (size_t)aligned);
-        if (job->side == NULL)
-            return dkv_error_set(err, DKV_E_NOMEM, "out of memory");
+        if (dkv_job_add_side(job, job->infer.side_bytes, err) != DKV_OK)
+            return DKV_E_NOMEM;
         memory.side = job->side;
     }
     enum dkv_status status = dkv_job_add_blocks(job, job->infer.n_blocks, err);
@@ -276,7 +276,7 @@ static enum dkv_status encode(struct dkv_exchange *exchange, struct outgoing *ou
         .n_tokens = job->n_tokens,
         .keep = job->keep,
         .scores = job->scores,
-        .backend = exchange->server->facts.backend,
+        .backend = job->backend != NULL ? job->backend : exchange->server->facts.backend,
         .window = job->window,
         .degraded = job->degraded,
     };

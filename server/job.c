@@ -2,20 +2,34 @@
  * dequeue and reply nothing can fail for want of memory. */
 #include "server/job.h"
 
+#include "server/loan.h"
+
 #include <assert.h>
 #include <stdlib.h>
 
-struct dkv_job *dkv_job_new(void)
+struct dkv_job *dkv_job_new(struct dkv_arena *arena)
 {
-    return calloc(1, sizeof(struct dkv_job));
+    struct dkv_job *job = calloc(1, sizeof(*job));
+    if (job != NULL)
+        job->arena = arena;
+    return job;
+}
+
+enum dkv_status dkv_job_add_side(struct dkv_job *job, uint64_t bytes, struct dkv_error *err)
+{
+    job->side = dkv_arena_alloc(job->arena, bytes);
+    if (job->side == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for %llu bytes of numbers",
+                             (unsigned long long)bytes);
+    job->side_bytes = bytes;
+    return DKV_OK;
 }
 
 enum dkv_status dkv_job_add_blocks(struct dkv_job *job, uint32_t n_blocks, struct dkv_error *err)
 {
     job->blocks = calloc(n_blocks, sizeof(*job->blocks));
     job->plans = calloc(n_blocks, sizeof(*job->plans));
-    job->items = calloc(n_blocks, sizeof(*job->items));
-    if (job->blocks == NULL || job->plans == NULL || job->items == NULL)
+    if (job->blocks == NULL || job->plans == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for %u blocks", n_blocks);
     job->request.blocks = job->blocks;
     job->request.n_blocks = n_blocks;
@@ -85,6 +99,48 @@ static void count_outputs(struct dkv_job *job)
     job->n_tokens = job->blocks[0].n_tokens;
 }
 
+/* Where each block's answer goes: one after the other. */
+static void place_outputs(struct dkv_job *job)
+{
+    const struct dkv_link_addr in_arena = {DKV_LINK_IN_ARENA, 0};
+    uint64_t keep = dkv_arena_offset(job->arena, job->keep);
+    uint64_t scores = job->n_scores > 0 ? dkv_arena_offset(job->arena, job->scores) : 0;
+    for (uint32_t i = 0; i < job->request.n_blocks; i++) {
+        struct dkv_link_block *packed = &job->descriptor->blocks[i];
+        packed->keep = in_arena;
+        packed->keep.offset = keep;
+        keep += job->plans[i].keep_tokens * job->blocks[i].kv_heads * sizeof(*job->keep);
+        if (job->n_scores == 0)
+            continue;
+        packed->scores = in_arena;
+        packed->scores.offset = scores;
+        scores += job->blocks[i].n_tokens * job->blocks[i].kv_heads * sizeof(*job->scores);
+    }
+}
+
+static enum dkv_status describe(struct dkv_job *job, struct dkv_error *err)
+{
+    struct dkv_link_range *ranges = NULL;
+    if (job->n_loans > 0) {
+        ranges = calloc(job->n_loans, sizeof(*ranges));
+        if (ranges == NULL)
+            return dkv_error_set(err, DKV_E_NOMEM, "no memory for a job");
+        for (unsigned i = 0; i < job->n_loans; i++)
+            ranges[i] = dkv_loan_range(job->loans[i]);
+    }
+    const uint64_t n_bytes = dkv_link_job_bytes(job->arena, job->blocks, job->request.n_blocks,
+                                                ranges, job->n_loans);
+    job->descriptor = dkv_arena_alloc(job->arena, n_bytes);
+    if (job->descriptor != NULL) {
+        job->descriptor_bytes = n_bytes;
+        dkv_link_pack(job->arena, &job->request, job->plans, ranges, job->n_loans, job->descriptor);
+        place_outputs(job);
+    }
+    free(ranges);
+    return job->descriptor != NULL ? DKV_OK
+                                   : dkv_error_set(err, DKV_E_NOMEM, "no memory for a job");
+}
+
 enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct dkv_error *err)
 {
     count_outputs(job);
@@ -94,31 +150,17 @@ enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct 
     if (n_bytes > max_bytes)
         return dkv_error_set(err, DKV_E_TOO_LARGE, "reply: %llu bytes are above %llu",
                              (unsigned long long)n_bytes, (unsigned long long)max_bytes);
-    job->keep = malloc(n_bytes + 1);
-    if (job->keep == NULL)
+    job->keep = dkv_arena_alloc(job->arena, (job->n_keep + 1) * sizeof(*job->keep));
+    if (job->n_scores > 0)
+        job->scores = dkv_arena_alloc(job->arena, job->n_scores * sizeof(*job->scores));
+    if (job->keep == NULL || (job->n_scores > 0 && job->scores == NULL))
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a reply of %llu bytes",
                              (unsigned long long)n_bytes);
-
-    job->scores = job->n_scores > 0 ? (float *)(void *)(job->keep + job->n_keep) : NULL;
-    int32_t *keep = job->keep;
-    float *scores = job->scores;
-    for (uint32_t i = 0; i < job->request.n_blocks; i++) {
-        const struct dkv_block *block = &job->blocks[i];
-        job->items[i] = (struct dkv_item){
-            .block = block,
-            .params = &job->request.params,
-            .plan = &job->plans[i],
-            .keep_out = keep,
-            .scores_out = scores,
-        };
-        keep += job->plans[i].keep_tokens * block->kv_heads;
-        if (scores != NULL)
-            scores += block->n_tokens * block->kv_heads;
-    }
-    return DKV_OK;
+    return describe(job, err);
 }
 
-static void keep_recent(const struct dkv_block *block, const struct dkv_plan *plan, int32_t *keep)
+static int32_t *keep_recent(const struct dkv_block *block, const struct dkv_plan *plan,
+                            int32_t *keep)
 {
     const uint64_t n_sinks = plan->sinks < plan->keep_tokens ? plan->sinks : plan->keep_tokens;
     const uint64_t n_recent = plan->keep_tokens - n_sinks;
@@ -128,13 +170,15 @@ static void keep_recent(const struct dkv_block *block, const struct dkv_plan *pl
         for (uint64_t i = 0; i < n_recent; i++)
             *keep++ = (int32_t)(block->n_tokens - n_recent + i);
     }
+    return keep;
 }
 
 void dkv_job_answer_by_recency(struct dkv_job *job)
 {
     assert(job->n_scores == 0);
+    int32_t *keep = job->keep;
     for (uint32_t i = 0; i < job->request.n_blocks; i++)
-        keep_recent(&job->blocks[i], &job->plans[i], job->items[i].keep_out);
+        keep = keep_recent(&job->blocks[i], &job->plans[i], keep);
     job->degraded = true;
     job->status = DKV_OK;
 }
@@ -142,14 +186,17 @@ void dkv_job_answer_by_recency(struct dkv_job *job)
 void dkv_job_release_inputs(struct dkv_job *job)
 {
     dkv_body_release(&job->body);
-    free(job->side);
+    dkv_arena_free(job->arena, job->side, job->side_bytes, job->side_bytes);
+    dkv_arena_free(job->arena, job->descriptor, job->descriptor_bytes, job->descriptor_bytes);
     free(job->blocks);
     free(job->plans);
-    free(job->items);
+    free(job->loans);
     job->side = NULL;
+    job->descriptor = NULL;
     job->blocks = NULL;
     job->plans = NULL;
-    job->items = NULL;
+    job->loans = NULL;
+    job->n_loans = 0;
     job->request.blocks = NULL;
 }
 
@@ -157,8 +204,11 @@ void dkv_job_free(struct dkv_job *job)
 {
     if (job == NULL)
         return;
+    const uint64_t keep_bytes = (job->n_keep + 1) * sizeof(*job->keep);
+    const uint64_t scores_bytes = job->n_scores * sizeof(*job->scores);
     dkv_job_release_inputs(job);
     dkv_oip_infer_fini(&job->infer);
-    free(job->keep);
+    dkv_arena_free(job->arena, job->keep, keep_bytes, keep_bytes);
+    dkv_arena_free(job->arena, job->scores, scores_bytes, scores_bytes);
     free(job);
 }

@@ -1,7 +1,8 @@
 /* One accepted inference request on its way: session -> queue -> engine -> completion -> session.
  *
- * A job owns everything that its work reads and writes, so that it can outlive the connection that
- * brought it. It moves: exactly one of session, queue, engine and completion list holds it.
+ * A job owns everything that its work reads and writes, or holds the loans that it lies in, so that
+ * it can outlive the connection that brought it. All of it is in memory that workers see: the arena
+ * and loans. It moves: exactly one of session, queue, worker and completion list holds it.
  *
  * Owner   new/free. free() gives the body's memory back.
  * Thread  loop; between submit and done only the backend touches it.
@@ -13,9 +14,11 @@
 #include "proto/oip.h"
 #include "server/admission.h"
 #include "server/body.h"
+#include "server/link.h"
 
 struct dkv_job;
 struct dkv_backend_client;
+struct dkv_loan;
 
 /* Runs on the loop thread when the job has ended, whatever way; the job is the callee's again. */
 typedef void (*dkv_job_done_fn)(struct dkv_job *job, void *owner);
@@ -30,16 +33,20 @@ struct dkv_job {
     struct dkv_admission_part part;
     struct dkv_list ended_node; /* answered without a device */
 
+    struct dkv_arena *arena;
     struct dkv_body body;
     struct dkv_oip_infer infer;
-    void *side;                 /* [infer.side_bytes]: small vectors and JSON numbers */
+    void *side; /* [side_bytes], in the arena: small vectors and JSON numbers */
+    uint64_t side_bytes;
+    struct dkv_loan **loans; /* [n_loans], from malloc: clients' memory that blocks point into */
+    unsigned n_loans;
     struct dkv_request request; /* over `blocks` */
     struct dkv_block *blocks;   /* [request.n_blocks] */
     struct dkv_plan *plans;
-    struct dkv_item *items;
+    struct dkv_link_job *descriptor; /* [descriptor_bytes], in the arena: what a worker reads */
+    uint64_t descriptor_bytes;
 
-    /* Outputs of all blocks, one after the other, in the order of the blocks; one allocation, keep
-     * first. */
+    /* Outputs of all blocks, one after the other, in the order of the blocks. In the arena. */
     int32_t *keep;
     float *scores; /* NULL unless asked for */
     uint64_t n_keep;
@@ -59,18 +66,22 @@ struct dkv_job {
     uint64_t batch_tokens;  /* and their stored tokens */
     uint64_t batch_bytes;   /* and what it read */
     bool batch_first;       /* counts the batch */
+    const char *backend;    /* name of the engine that ran it; the backend's */
     bool degraded;          /* answered by recency: see dkv_job_answer_by_recency() */
     enum dkv_status status; /* of the job: its first failed item's, or why it never ran */
     struct dkv_error error;
 };
 
-struct dkv_job *dkv_job_new(void);
+struct dkv_job *dkv_job_new(struct dkv_arena *arena);
 
-/* Allocates blocks, plans and items for a request of `n_blocks`. */
+/* Memory for JSON numbers, which the blocks will point into. */
+enum dkv_status dkv_job_add_side(struct dkv_job *job, uint64_t bytes, struct dkv_error *err);
+
+/* Allocates blocks and plans for a request of `n_blocks`. */
 enum dkv_status dkv_job_add_blocks(struct dkv_job *job, uint32_t n_blocks, struct dkv_error *err);
 
-/* After the gate: allocates the outputs and points every item at its share. Sizes come from plans
- * that the gate bounded; `max_bytes` bounds what a reply may need. TOO_LARGE, NOMEM. */
+/* After the gate: allocates the outputs and writes the descriptor. Sizes come from plans that the
+ * gate bounded; `max_bytes` bounds what a reply may need. TOO_LARGE, NOMEM. */
 enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct dkv_error *err);
 
 /* The answer of a device that cannot be had: the protected sinks and the most recent tokens, as

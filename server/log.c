@@ -32,6 +32,15 @@ void dkv_log_init(enum dkv_log_format format, enum dkv_log_level level, int fd)
     config.fd = fd;
 }
 
+enum dkv_log_level dkv_log_level_of(const char *name)
+{
+    static const char *const names[] = {"error", "warn", "info", "debug", "trace"};
+    for (int i = 0; i < 5; i++)
+        if (strcmp(name, names[i]) == 0)
+            return (enum dkv_log_level)i;
+    return DKV_LOG_INFO;
+}
+
 bool dkv_log_enabled(enum dkv_log_level level)
 {
     return level <= config.level;

@@ -29,6 +29,9 @@ enum dkv_log_format { DKV_LOG_TEXT = 0, DKV_LOG_JSON };
 /* Until this is called: text, info, standard error. `fd` is borrowed. */
 void dkv_log_init(enum dkv_log_format format, enum dkv_log_level level, int fd);
 
+/* "error", "warn", "info", "debug", "trace"; INFO for anything else. */
+enum dkv_log_level dkv_log_level_of(const char *name);
+
 bool dkv_log_enabled(enum dkv_log_level level);
 
 void dkv_log(enum dkv_log_level level, const char *format, ...) DKV_PRINTF(2, 3);

@@ -1,20 +1,13 @@
-/* dropkvd: reads its configuration and serves. Exit statuses follow sysexits.h. */
+/* dropkvd: reads its configuration and serves, or is a worker of a dropkvd that does. Exit statuses
+ * follow sysexits.h. */
 #include "proto/oip.h"
 #include "server/cli.h"
 #include "server/server.h"
+#include "server/worker.h"
 
 #include <string.h>
 #include <sysexits.h>
 #include <unistd.h>
-
-static enum dkv_log_level log_level(const char *name)
-{
-    static const char *const names[] = {"error", "warn", "info", "debug", "trace"};
-    for (int i = 0; i < 5; i++)
-        if (strcmp(name, names[i]) == 0)
-            return (enum dkv_log_level)i;
-    return DKV_LOG_INFO;
-}
 
 static int act(const struct dkv_config_state *state, enum dkv_cli_action action)
 {
@@ -27,7 +20,7 @@ static int act(const struct dkv_config_state *state, enum dkv_cli_action action)
     case DKV_CLI_RUN: break;
     }
     dkv_log_init(strcmp(config->log_format, "json") == 0 ? DKV_LOG_JSON : DKV_LOG_TEXT,
-                 log_level(config->log_level), STDERR_FILENO);
+                 dkv_log_level_of(config->log_level), STDERR_FILENO);
     return dkv_server_run(config);
 }
 
@@ -36,6 +29,8 @@ int main(int argc, char **argv)
     struct dkv_config_state state;
     struct dkv_error err = {0};
     enum dkv_cli_action action;
+    if (argc > 1 && strcmp(argv[1], "--worker") == 0)
+        return dkv_worker_main();
     dkv_oip_init();
     dkv_config_init(&state);
     int exit_status = EX_CONFIG;

@@ -173,6 +173,35 @@ static void write_queue(const struct dkv_gauges *g, FILE *out)
                  g->queue->n_clients);
 }
 
+static void write_workers(const struct dkv_gauges *g, FILE *out)
+{
+    static const struct {
+        const char *name, *type, *help;
+    } rows[] = {
+        {"dropkv_worker_up", "gauge", "1 while the worker of a device answers."},
+        {"dropkv_worker_given_up", "gauge", "1 after a device's workers ended again and again."},
+        {"dropkv_worker_fallback", "gauge", "1 while the CPU computes in place of a device."},
+        {"dropkv_worker_restarts_total", "counter", "Workers started in place of one that ended."},
+    };
+    for (unsigned r = 0; r < COUNT_OF(rows); r++) {
+        write_head(out, rows[r].name, rows[r].type, rows[r].help);
+        for (unsigned i = 0; i < g->n_workers; i++) {
+            const struct dkv_worker_facts *w = &g->workers[i];
+            const uint64_t values[] = {g->queue->device[i].up, w->given_up, w->fallback,
+                                       w->restarts};
+            fprintf(out, "%s{worker=\"%u\",device=\"%s\"} %llu\n", rows[r].name, i, w->device,
+                    (unsigned long long)values[r]);
+        }
+    }
+    write_number(out, "dropkv_batches_lost_total", "counter",
+                 "Batches that were in flight when a worker ended.", g->queue->batches_lost);
+    write_number(out, "dropkv_replayed_total", "counter",
+                 "Requests that ran again after a worker had ended.", g->queue->parts_replayed);
+    write_number(out, "dropkv_regions", "gauge", "Regions of memory that clients lend.",
+                 g->regions);
+    write_number(out, "dropkv_region_bytes", "gauge", "Their bytes.", g->region_bytes);
+}
+
 static void write_gauges(const struct dkv_gauges *g, FILE *out)
 {
     write_number(out, "dropkv_ready", "gauge", "1 while new requests are accepted.", g->ready);
@@ -235,6 +264,7 @@ void dkv_metrics_write(const struct dkv_metrics *metrics, const struct dkv_gauge
     write_counters(metrics, out);
     write_gauges(gauges, out);
     write_queue(gauges, out);
+    write_workers(gauges, out);
     write_histogram(out, "dropkv_queue_seconds", "Time from acceptance to the engine.",
                     &metrics->queue_seconds);
     write_histogram(out, "dropkv_compute_seconds", "Time in the engine.",

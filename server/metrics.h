@@ -11,6 +11,7 @@
 
 #include "proto/oip.h"
 #include "server/admission.h"
+#include "server/worker.h"
 
 #include <stdio.h>
 
@@ -71,6 +72,10 @@ struct dkv_metrics {
 struct dkv_gauges {
     const struct dkv_admission_stats *queue;
     unsigned n_levels;
+    const struct dkv_worker_facts *workers; /* [n_workers] */
+    unsigned n_workers;
+    uint64_t regions; /* that clients lend */
+    uint64_t region_bytes;
     uint64_t queue_requests;
     uint64_t running_requests;
     uint64_t body_bytes;

@@ -14,20 +14,19 @@
 #include "server/metrics.h"
 
 struct dkv_http;
-struct dkv_sessions;
 
 struct dkv_server {
     const struct dkv_config *config;
     uv_loop_t *loop;
     struct dkv_auth auth;
     struct dkv_metrics metrics;
+    struct dkv_arena arena; /* shared with the workers: bodies, descriptors, answers */
     struct dkv_body_pool bodies;
     uint64_t max_body_bytes; /* the config's, or less: a body that could never be held is too large,
                                 not a reason to try again */
     struct dkv_backend *backend;
-    struct dkv_http *http;         /* NULL: HTTP is off */
-    struct dkv_sessions *sessions; /* NULL: the local socket is off */
-    struct dkv_oip_facts facts;    /* its strings are in engine_info */
+    struct dkv_http *http;
+    struct dkv_oip_facts facts; /* its strings are in engine_info */
     struct dkv_engine_info engine_info;
     struct dkv_log_limit client_log; /* lines that clients can cause */
     unsigned n_accepted;             /* inference requests accepted and not answered yet */

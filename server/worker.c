@@ -1,188 +1,500 @@
-/* One thread that owns the engine, a mutex, and two slots.
+/* The life of a worker process, seen from the front.
  *
- *   loop                    mutex                 engine thread
- *   launch ---------------> next   -------------> engine
- *   done() <-- uv_async <-- ended  <------------- results are in the jobs
+ *   spawn --START--> starting --UP--> up --end of link--> pause --timer--> spawn ...
  *
- * The engine must be used from one thread, so that thread opens and closes it as well; open() waits
- * for the outcome. Between launch and done nothing is allocated.
+ * The end of the link is the end of the worker: the kernel closes it however the process ended, and
+ * much sooner than a driver has cleaned up behind it, which is why the next one is started without
+ * waiting for the old one to be reaped. A worker that still lives when its link has failed is
+ * killed, so that no two ever write to one arena.
+ *
+ * Sending never blocks: a worker that does not read must not stop the front. What does not fit
+ * into the socket waits in a list.
  */
 #include "server/worker.h"
 
 #include "server/clock.h"
+#include "server/log.h"
 
 #include <assert.h>
-#include <pthread.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <spawn.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define OPEN_TIMEOUT_MS 60000
+#define ZOMBIES_MAX     8u
+
+extern char **environ;
+
+/* The socket of one process; it is closed with its handle. */
+struct link {
+    uv_poll_t poll;
+    struct dkv_worker *worker;
+    int fd;
+};
+
+struct outgoing {
+    struct outgoing *next;
+    struct dkv_link_msg msg;
+    int fd; /* our own, or -1 */
+};
 
 struct dkv_worker {
     const struct dkv_config *config;
     struct dkv_worker_calls calls;
-    char device[32];
+    uv_loop_t *loop;
+    struct dkv_arena *arena;
+    struct dkv_run *runs;
+    char device[64];
     unsigned index;
-    pthread_t thread;
-    uv_async_t wake_loop;
+    bool fallback;
+    bool given_up;
 
-    pthread_mutex_t lock; /* guards what follows */
-    pthread_cond_t wake_thread;
-    struct dkv_run *next;
-    struct dkv_run *ended;
-    bool stopping;
-    bool opened; /* open() may go on: open_status says how it went */
-    enum dkv_status open_status;
-    struct dkv_error open_error;
-    struct dkv_engine_info info;
+    struct link *link; /* NULL: no process */
+    pid_t pid;
+    bool up;
+    struct outgoing *first, **last; /* messages that wait for room */
+    pid_t zombies[ZOMBIES_MAX];
+    uv_timer_t timer; /* until the next start */
+    uv_signal_t child_signal;
+    unsigned n_open_handles;
+    unsigned n_deaths; /* since the last answered batch */
+    uint64_t n_restarts;
 
-    /* The engine thread's own. */
-    const struct dkv_engine_ops *ops;
-    struct dkv_engine *engine;
-    struct dkv_item *items; /* [n_items] */
-    size_t n_items;
+    uint64_t *tables[DKV_ADMISSION_FLIGHT_MAX]; /* in the arena: what RUN points at */
+    uint64_t table_bytes;
 };
 
-static void publish_engine(struct dkv_worker *worker)
+/* ---- processes ---- */
+
+static void reap(struct dkv_worker *worker, bool wait)
 {
-    struct dkv_error err = {0};
-    struct dkv_engine_config config = {.threads = (unsigned)worker->config->threads};
-    enum dkv_status status = dkv_engine_find(worker->device, &worker->ops, &config.device, &err);
-    if (status == DKV_OK)
-        status = worker->ops->open(&config, &worker->engine, &err);
-    pthread_mutex_lock(&worker->lock);
-    if (status == DKV_OK)
-        worker->ops->info(worker->engine, &worker->info);
-    worker->open_status = status;
-    worker->open_error = err;
-    worker->opened = true;
-    pthread_cond_broadcast(&worker->wake_thread);
-    pthread_mutex_unlock(&worker->lock);
+    for (unsigned i = 0; i < ZOMBIES_MAX; i++)
+        if (worker->zombies[i] != 0 && waitpid(worker->zombies[i], NULL, wait ? 0 : WNOHANG) != 0)
+            worker->zombies[i] = 0;
 }
 
-static void run_batch(struct dkv_worker *worker, struct dkv_run *run)
+static void on_child_signal(uv_signal_t *handle, int number)
 {
-    size_t at = 0;
-    run->started_ns = dkv_clock_ns();
-    for (unsigned i = 0; i < run->n_jobs; i++) {
-        const struct dkv_job *job = run->jobs[i];
-        memcpy(worker->items + at, job->items, job->request.n_blocks * sizeof(*worker->items));
-        at += job->request.n_blocks;
-    }
-    assert(at == run->n_blocks && at <= worker->n_items);
-    run->status = dkv_engine_run(worker->ops, worker->engine, worker->items, at, &run->error);
-    run->finished_ns = dkv_clock_ns();
-    at = 0;
-    for (unsigned i = 0; i < run->n_jobs; i++) {
-        struct dkv_job *job = run->jobs[i];
-        memcpy(job->items, worker->items + at, job->request.n_blocks * sizeof(*worker->items));
-        at += job->request.n_blocks;
-    }
+    (void)number;
+    reap(handle->data, false);
 }
 
-static void *engine_thread(void *argument)
+/* Ends the process, if it has not ended already, and remembers to reap it. */
+static void bury(struct dkv_worker *worker)
 {
-    struct dkv_worker *worker = argument;
-    publish_engine(worker);
-    if (worker->open_status != DKV_OK)
-        return NULL;
-    pthread_mutex_lock(&worker->lock);
-    for (;;) {
-        while (worker->next == NULL && !worker->stopping)
-            pthread_cond_wait(&worker->wake_thread, &worker->lock);
-        if (worker->stopping)
+    if (worker->pid == 0)
+        return;
+    kill(worker->pid, SIGKILL);
+    for (unsigned i = 0; i < ZOMBIES_MAX; i++)
+        if (worker->zombies[i] == 0) {
+            worker->zombies[i] = worker->pid;
+            worker->pid = 0;
             break;
-        struct dkv_run *run = worker->next;
-        worker->next = NULL;
-        pthread_mutex_unlock(&worker->lock);
-        run_batch(worker, run);
-        pthread_mutex_lock(&worker->lock);
-        worker->ops->info(worker->engine, &worker->info);
-        worker->ended = run;
-        uv_async_send(&worker->wake_loop);
-    }
-    pthread_mutex_unlock(&worker->lock);
-    worker->ops->close(worker->engine);
-    return NULL;
+        }
+    if (worker->pid != 0)
+        waitpid(worker->pid, NULL, 0);
+    worker->pid = 0;
+    reap(worker, false);
 }
 
-static void on_wake(uv_async_t *async)
+static int spawn(const char *device, int link_fd, pid_t *pid_out)
 {
-    struct dkv_worker *worker = async->data;
-    pthread_mutex_lock(&worker->lock);
-    struct dkv_run *run = worker->ended;
-    worker->ended = NULL;
-    pthread_mutex_unlock(&worker->lock);
-    if (run != NULL)
-        worker->calls.done(worker->calls.owner, worker->index, run);
+    char *const arguments[] = {(char *)"dropkvd", (char *)"--worker", (char *)(uintptr_t)device,
+                               NULL};
+    posix_spawn_file_actions_t actions;
+    int result = posix_spawn_file_actions_init(&actions);
+    if (result != 0)
+        return result;
+    result = posix_spawn_file_actions_adddup2(&actions, link_fd, DKV_LINK_FD);
+    if (result == 0)
+        result = posix_spawn_file_actions_addclosefrom_np(&actions, DKV_LINK_FD + 1);
+    if (result == 0)
+        result = posix_spawn(pid_out, "/proc/self/exe", &actions, NULL, arguments, environ);
+    posix_spawn_file_actions_destroy(&actions);
+    return result;
 }
+
+static void fill_start(const struct dkv_worker *worker, struct dkv_link_msg *msg)
+{
+    const struct dkv_config *config = worker->config;
+    *msg = (struct dkv_link_msg){.type = DKV_LINK_START};
+    msg->start = (struct dkv_link_start){
+        .arena_bytes = worker->arena->bytes,
+        .front_pid = getpid(),
+        .threads = (uint32_t)config->threads,
+        .max_items = config->max_batch_items > DKV_BLOCKS_MAX ? (uint32_t)config->max_batch_items
+                                                              : DKV_BLOCKS_MAX,
+        .max_batch_bytes = config->max_batch_bytes,
+        .test_hooks = config->test_hooks && !worker->fallback,
+        .log_json = strcmp(config->log_format, "json") == 0,
+    };
+    snprintf(msg->start.log_level, sizeof(msg->start.log_level), "%s", config->log_level);
+    snprintf(msg->start.device, sizeof(msg->start.device), "%s", worker->device);
+}
+
+static void on_link(uv_poll_t *poll, int status, int events);
+
+static enum dkv_status start_process(struct dkv_worker *worker, struct dkv_error *err)
+{
+    int ends[2];
+    struct dkv_link_msg start;
+    /* Our end alone does not block. */
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0 ||
+        fcntl(ends[0], F_SETFL, O_NONBLOCK) != 0)
+        return dkv_error_set(err, DKV_E_NOMEM, "worker: no socket: %s", strerror(errno));
+    struct link *link = calloc(1, sizeof(*link));
+    int why = link == NULL ? ENOMEM : spawn(worker->device, ends[1], &worker->pid);
+    close(ends[1]);
+    if (why != 0) {
+        worker->pid = 0;
+        close(ends[0]);
+        free(link);
+        return dkv_error_set(err, DKV_E_NOMEM, "worker: cannot start: %s", strerror(why));
+    }
+    *link = (struct link){.worker = worker, .fd = ends[0]};
+    uv_poll_init(worker->loop, &link->poll, link->fd);
+    link->poll.data = link;
+    uv_poll_start(&link->poll, UV_READABLE, on_link);
+    worker->link = link;
+    fill_start(worker, &start);
+    dkv_link_send(link->fd, &start, worker->arena->fd);
+    return DKV_OK;
+}
+
+/* ---- sending ---- */
+
+static void drop_outgoing(struct dkv_worker *worker)
+{
+    while (worker->first != NULL) {
+        struct outgoing *out = worker->first;
+        worker->first = out->next;
+        if (out->fd >= 0)
+            close(out->fd);
+        free(out);
+    }
+    worker->last = &worker->first;
+}
+
+static void flush(struct dkv_worker *worker)
+{
+    while (worker->first != NULL) {
+        struct outgoing *out = worker->first;
+        if (!dkv_link_send(worker->link->fd, &out->msg, out->fd) && errno == EAGAIN)
+            break;
+        worker->first = out->next;
+        if (worker->first == NULL)
+            worker->last = &worker->first;
+        if (out->fd >= 0)
+            close(out->fd);
+        free(out);
+    }
+    uv_poll_start(&worker->link->poll, UV_READABLE | (worker->first != NULL ? UV_WRITABLE : 0),
+                  on_link);
+}
+
+/* An error other than lack of room is the end of the link, which on_link() will see. */
+static void send_message(struct dkv_worker *worker, const struct dkv_link_msg *msg, int fd)
+{
+    assert(worker->up);
+    if (worker->first == NULL && (dkv_link_send(worker->link->fd, msg, fd) || errno != EAGAIN))
+        return;
+    struct outgoing *out = malloc(sizeof(*out));
+    const int own = fd >= 0 ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
+    if (out == NULL || (fd >= 0 && own < 0)) {
+        free(out);
+        kill(worker->pid, SIGKILL); /* it would wait for ever: start again with an empty link */
+        return;
+    }
+    *out = (struct outgoing){NULL, *msg, own};
+    *worker->last = out;
+    worker->last = &out->next;
+    flush(worker);
+}
+
+void dkv_worker_launch(struct dkv_worker *worker, struct dkv_run *run)
+{
+    const unsigned slot = (unsigned)(run - worker->runs);
+    struct dkv_link_msg msg = {.type = DKV_LINK_RUN};
+    for (unsigned i = 0; i < run->n_jobs; i++)
+        worker->tables[slot][i] = dkv_arena_offset(worker->arena, run->jobs[i]->descriptor);
+    msg.run = (struct dkv_link_run){
+        .slot = slot,
+        .n_jobs = run->n_jobs,
+        .jobs = dkv_arena_offset(worker->arena, worker->tables[slot]),
+        .more = run->batch->backlog,
+    };
+    send_message(worker, &msg, -1);
+}
+
+void dkv_worker_attach(struct dkv_worker *worker, const struct dkv_loan *loan)
+{
+    struct dkv_link_msg msg = {.type = DKV_LINK_ATTACH, .number = loan->number};
+    msg.loan = (struct dkv_link_loan){loan->offset, loan->bytes, loan->loose};
+    send_message(worker, &msg, loan->fd);
+}
+
+void dkv_worker_detach(struct dkv_worker *worker, const struct dkv_loan *loan)
+{
+    const struct dkv_link_msg msg = {.type = DKV_LINK_DETACH, .number = loan->number};
+    send_message(worker, &msg, -1);
+}
+
+/* ---- how processes end and begin again ---- */
+
+static void free_link(uv_handle_t *handle)
+{
+    free(handle->data);
+}
+
+static void drop_process(struct dkv_worker *worker)
+{
+    struct link *link = worker->link;
+    worker->up = false;
+    worker->link = NULL;
+    drop_outgoing(worker);
+    if (link != NULL) {
+        uv_poll_stop(&link->poll);
+        close(link->fd);
+        uv_close((uv_handle_t *)&link->poll, free_link);
+    }
+    bury(worker);
+}
+
+static void on_restart(uv_timer_t *timer);
+
+static bool can_fall_back(const struct dkv_worker *worker)
+{
+    return worker->config->fallback_cpu && strcmp(worker->device, "cpu") != 0;
+}
+
+static void fall_back(struct dkv_worker *worker, const char *why)
+{
+    dkv_log(DKV_LOG_ERROR,
+            "device %s is given up (%s): the CPU computes in its place, far more slowly",
+            worker->device, why);
+    snprintf(worker->device, sizeof(worker->device), "cpu");
+    worker->fallback = true;
+    worker->n_deaths = 0;
+}
+
+/* The pause before the next start. */
+static uint64_t pause_ms(const struct dkv_worker *worker)
+{
+    static const unsigned short pauses[] = {0, 0, 50, 200, 500, 1000};
+    const unsigned last = sizeof(pauses) / sizeof(pauses[0]) - 1;
+    if (worker->given_up)
+        return DKV_WORKER_RETRY_MS;
+    return pauses[worker->n_deaths < last ? worker->n_deaths : last];
+}
+
+static void lose(struct dkv_worker *worker, const char *why)
+{
+    const bool was_given_up = worker->given_up;
+    worker->n_deaths++;
+    if (worker->n_deaths >= worker->config->worker_deaths && can_fall_back(worker))
+        fall_back(worker, "its worker ended again and again");
+    worker->given_up = worker->n_deaths >= worker->config->worker_deaths;
+    const uint64_t wait_ms = pause_ms(worker);
+    dkv_log(worker->given_up ? DKV_LOG_ERROR : DKV_LOG_WARN,
+            "the worker of device %s %s%s; another one starts in %llu ms", worker->device, why,
+            worker->given_up && !was_given_up ? " again and again: the device is given up" : "",
+            (unsigned long long)wait_ms);
+    drop_process(worker);
+    uv_timer_start(&worker->timer, on_restart, wait_ms, 0);
+    worker->calls.lost(worker->calls.owner, worker->index, worker->given_up);
+}
+
+static void on_restart(uv_timer_t *timer)
+{
+    struct dkv_worker *worker = timer->data;
+    struct dkv_error err = {0};
+    worker->n_restarts++;
+    if (start_process(worker, &err) != DKV_OK)
+        lose(worker, err.text);
+}
+
+/* ---- receiving ---- */
+
+static void on_up(struct dkv_worker *worker, const struct dkv_engine_info *info)
+{
+    dkv_log(DKV_LOG_INFO, "the worker of device %s is up: process %d", worker->device,
+            (int)worker->pid);
+    worker->up = true;
+    worker->given_up = false;
+    worker->calls.up(worker->calls.owner, worker->index, info);
+}
+
+static void on_done(struct dkv_worker *worker, const struct dkv_link_done *done)
+{
+    assert(done->slot < DKV_ADMISSION_FLIGHT_MAX);
+    struct dkv_run *run = &worker->runs[done->slot];
+    worker->n_deaths = 0;
+    run->started_ns = done->started_ns;
+    run->finished_ns = done->finished_ns;
+    worker->calls.done(worker->calls.owner, worker->index, run, done->scratch_bytes);
+}
+
+static void take(struct dkv_worker *worker, const struct dkv_link_msg *msg)
+{
+    const struct dkv_worker_calls *calls = &worker->calls;
+    switch (msg->type) {
+    case DKV_LINK_UP: on_up(worker, &msg->up); break;
+    case DKV_LINK_DONE: on_done(worker, &msg->done); break;
+    case DKV_LINK_ATTACHED:
+        calls->attached(calls->owner, worker->index, msg->number, &msg->error);
+        break;
+    case DKV_LINK_DETACHED: calls->detached(calls->owner, worker->index, msg->number); break;
+    case DKV_LINK_FAILED: /* the end of the link follows */
+        dkv_log(DKV_LOG_ERROR, "device %s: %s", worker->device, msg->error.text);
+        break;
+    default: assert(false);
+    }
+}
+
+static void on_link(uv_poll_t *poll, int status, int events)
+{
+    struct link *link = poll->data;
+    struct dkv_worker *worker = link->worker;
+    (void)status;
+    if (events & UV_WRITABLE)
+        flush(worker);
+    while (worker->link == link) {
+        struct dkv_link_msg msg;
+        int fd;
+        const int got = dkv_link_receive(link->fd, &msg, &fd);
+        if (got < 0)
+            return; /* nothing now */
+        if (got == 0) {
+            lose(worker, "has ended");
+            return;
+        }
+        if (fd >= 0)
+            close(fd);
+        take(worker, &msg);
+    }
+}
+
+/* ---- open and close ---- */
 
 static void free_worker(uv_handle_t *handle)
 {
     struct dkv_worker *worker = handle->data;
-    pthread_cond_destroy(&worker->wake_thread);
-    pthread_mutex_destroy(&worker->lock);
-    free(worker->items);
+    if (--worker->n_open_handles > 0)
+        return;
+    for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++)
+        dkv_arena_free(worker->arena, worker->tables[i], worker->table_bytes, worker->table_bytes);
     free(worker);
-}
-
-enum dkv_status dkv_worker_open(const struct dkv_config *config, const char *device, unsigned index,
-                                uv_loop_t *loop, const struct dkv_worker_calls *calls,
-                                struct dkv_worker **worker_out, struct dkv_error *err)
-{
-    struct dkv_worker *worker = calloc(1, sizeof(*worker));
-    if (worker == NULL)
-        return dkv_error_set(err, DKV_E_NOMEM, "no memory for a worker");
-    worker->config = config;
-    worker->calls = *calls;
-    worker->index = index;
-    snprintf(worker->device, sizeof(worker->device), "%s", device);
-    pthread_mutex_init(&worker->lock, NULL);
-    pthread_cond_init(&worker->wake_thread, NULL);
-    uv_async_init(loop, &worker->wake_loop, on_wake);
-    worker->wake_loop.data = worker;
-    worker->n_items = config->max_batch_items > DKV_BLOCKS_MAX ? config->max_batch_items
-                                                               : DKV_BLOCKS_MAX;
-    worker->items = calloc(worker->n_items, sizeof(*worker->items));
-
-    enum dkv_status status = DKV_E_NOMEM;
-    if (worker->items == NULL ||
-        pthread_create(&worker->thread, NULL, engine_thread, worker) != 0) {
-        dkv_error_set(err, status, "no memory for the engine's thread");
-    } else {
-        pthread_mutex_lock(&worker->lock);
-        while (!worker->opened)
-            pthread_cond_wait(&worker->wake_thread, &worker->lock);
-        pthread_mutex_unlock(&worker->lock);
-        status = worker->open_status;
-        if (status == DKV_OK) {
-            *worker_out = worker;
-            calls->up(calls->owner, index, &worker->info);
-            return DKV_OK;
-        }
-        pthread_join(worker->thread, NULL);
-        if (err != NULL)
-            *err = worker->open_error;
-    }
-    uv_close((uv_handle_t *)&worker->wake_loop, free_worker);
-    return status;
 }
 
 void dkv_worker_close(struct dkv_worker *worker)
 {
     if (worker == NULL)
         return;
-    pthread_mutex_lock(&worker->lock);
-    worker->stopping = true;
-    pthread_cond_broadcast(&worker->wake_thread);
-    pthread_mutex_unlock(&worker->lock);
-    pthread_join(worker->thread, NULL);
-    uv_close((uv_handle_t *)&worker->wake_loop, free_worker);
+    drop_process(worker);
+    reap(worker, true);
+    uv_close((uv_handle_t *)&worker->timer, free_worker);
+    uv_close((uv_handle_t *)&worker->child_signal, free_worker);
 }
 
-void dkv_worker_launch(struct dkv_worker *worker, struct dkv_run *run)
+/* Waits for the answer to START, while nothing else runs. */
+static enum dkv_status wait_until_up(struct dkv_worker *worker, struct dkv_error *err)
 {
-    pthread_mutex_lock(&worker->lock);
-    assert(worker->next == NULL);
-    worker->next = run;
-    pthread_cond_signal(&worker->wake_thread);
-    pthread_mutex_unlock(&worker->lock);
+    struct pollfd ready = {.fd = worker->link->fd, .events = POLLIN};
+    struct dkv_link_msg msg;
+    int fd, got = 0, n;
+    do
+        n = poll(&ready, 1, OPEN_TIMEOUT_MS);
+    while (n < 0 && errno == EINTR);
+    if (n > 0)
+        got = dkv_link_receive(worker->link->fd, &msg, &fd);
+    if (got > 0 && msg.type == DKV_LINK_UP) {
+        on_up(worker, &msg.up);
+        return DKV_OK;
+    }
+    if (got > 0 && msg.type == DKV_LINK_FAILED) {
+        *err = msg.error;
+        return msg.status;
+    }
+    return dkv_error_set(err, DKV_E_UNSUPPORTED, "device %.40s: its worker %s", worker->device,
+                         n > 0 ? "ended while it started" : "did not start in time");
+}
+
+static enum dkv_status start_and_wait(struct dkv_worker *worker, struct dkv_error *err)
+{
+    enum dkv_status status = start_process(worker, err);
+    if (status == DKV_OK)
+        status = wait_until_up(worker, err);
+    if (status != DKV_OK)
+        drop_process(worker);
+    return status;
+}
+
+static bool make_tables(struct dkv_worker *worker)
+{
+    worker->table_bytes = worker->config->max_batch_items * sizeof(uint64_t);
+    for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++) {
+        worker->tables[i] = dkv_arena_alloc(worker->arena, worker->table_bytes);
+        if (worker->tables[i] == NULL)
+            return false;
+    }
+    return true;
+}
+
+enum dkv_status dkv_worker_open(const struct dkv_config *config, const char *device, unsigned index,
+                                uv_loop_t *loop, struct dkv_arena *arena, struct dkv_run *runs,
+                                const struct dkv_worker_calls *calls,
+                                struct dkv_worker **worker_out, struct dkv_error *err)
+{
+    struct dkv_error why = {0};
+    struct dkv_worker *worker = calloc(1, sizeof(*worker));
+    if (worker == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for a worker");
+    worker->config = config;
+    worker->calls = *calls;
+    worker->index = index;
+    worker->loop = loop;
+    worker->arena = arena;
+    worker->runs = runs;
+    worker->last = &worker->first;
+    snprintf(worker->device, sizeof(worker->device), "%s", device);
+    uv_timer_init(loop, &worker->timer);
+    uv_signal_init(loop, &worker->child_signal);
+    worker->timer.data = worker;
+    worker->child_signal.data = worker;
+    worker->n_open_handles = 2;
+    uv_signal_start(&worker->child_signal, on_child_signal, SIGCHLD);
+
+    enum dkv_status status = make_tables(worker)
+                                 ? start_and_wait(worker, &why)
+                                 : dkv_error_set(&why, DKV_E_NOMEM, "no memory for a worker");
+    if (status != DKV_OK && can_fall_back(worker)) {
+        fall_back(worker, why.text);
+        status = start_and_wait(worker, &why);
+    }
+    if (status == DKV_OK) {
+        *worker_out = worker;
+        return DKV_OK;
+    }
+    if (err != NULL)
+        *err = why;
+    dkv_worker_close(worker);
+    return status;
+}
+
+void dkv_worker_facts(const struct dkv_worker *worker, struct dkv_worker_facts *facts_out)
+{
+    *facts_out = (struct dkv_worker_facts){
+        .device = worker->device,
+        .fallback = worker->fallback,
+        .given_up = worker->given_up,
+        .restarts = worker->n_restarts,
+        .pid = worker->pid,
+    };
 }

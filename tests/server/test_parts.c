@@ -90,8 +90,13 @@ static void a_budget_lets_a_burst_and_then_a_rate_pass(void **unused)
 static char *metrics_text(const struct dkv_metrics *metrics, bool nv_names)
 {
     const struct dkv_admission_stats queue = {.level[1] = {.n_waiting = 3, .oldest_us = 1500}};
-    const struct dkv_gauges gauges = {
-        .queue = &queue, .n_levels = 2, .queue_requests = 3, .ready = true};
+    const struct dkv_worker_facts worker = {.device = "cpu", .restarts = 2};
+    const struct dkv_gauges gauges = {.workers = &worker,
+                                      .n_workers = 1,
+                                      .queue = &queue,
+                                      .n_levels = 2,
+                                      .queue_requests = 3,
+                                      .ready = true};
     char *text = NULL;
     size_t n;
     FILE *out = open_memstream(&text, &n);
@@ -117,6 +122,10 @@ static void every_counter_is_there_before_the_first_request(void **unused)
         "dropkv_queue_age_seconds{priority=\"2\"} 0.001500\n",
         "dropkv_admission_total{verdict=\"quota\"} 0\n",
         "dropkv_degraded_total 0\n",
+        "dropkv_worker_up{worker=\"0\",device=\"cpu\"} 0\n",
+        "dropkv_worker_restarts_total{worker=\"0\",device=\"cpu\"} 2\n",
+        "dropkv_replayed_total 0\n",
+        "dropkv_regions 0\n",
         "dropkv_queue_seconds_bucket{le=\"+Inf\"} 0\n",
         "dropkv_compute_seconds_count 0\n",
         "dropkv_request_seconds_sum 0\n",
@@ -288,14 +297,75 @@ static void addresses_are_loopback_or_not(void **unused)
     }
 }
 
-/* ---- bodies ---- */
+/* ---- shared memory and bodies ---- */
+
+static struct dkv_arena open_arena(void)
+{
+    struct dkv_arena arena;
+    struct dkv_error err;
+    assert_int_equal(dkv_arena_open(&arena, UINT64_C(4) << 30, 1u << 20, &err), DKV_OK);
+    return arena;
+}
+
+/* Blocks that the file has. */
+static uint64_t backed_bytes(const struct dkv_arena *arena)
+{
+    struct stat info;
+    assert_int_equal(fstat(arena->fd, &info), 0);
+    return (uint64_t)info.st_blocks * 512;
+}
+
+/* Many ranges of random sizes, each filled with its own byte, freed in random order. */
+static void ranges_never_overlap_and_all_comes_back(void **unused)
+{
+    enum { N = 64 };
+    struct dkv_arena arena = open_arena();
+    unsigned char *ranges[N] = {0};
+    uint64_t sizes[N] = {0};
+    uint32_t seed = 1;
+    (void)unused;
+    for (unsigned step = 0; step < 4000; step++) {
+        seed = seed * 1664525u + 1013904223u;
+        const unsigned i = (seed >> 8) % N;
+        if (ranges[i] != NULL) {
+            for (uint64_t at = 0; at < sizes[i]; at += 1 + sizes[i] / 7)
+                assert_int_equal(ranges[i][at], i);
+            dkv_arena_free(&arena, ranges[i], sizes[i], sizes[i]);
+            ranges[i] = NULL;
+            continue;
+        }
+        sizes[i] = 1 + (seed >> 14) % (1u << ((seed >> 4) % 22));
+        ranges[i] = dkv_arena_alloc(&arena, sizes[i]);
+        assert_non_null(ranges[i]);
+        assert_int_equal((uintptr_t)ranges[i] % DKV_ARENA_PAGE, 0);
+        assert_true(dkv_arena_has(&arena, ranges[i] + sizes[i] - 1));
+        memset(ranges[i], (int)i, sizes[i]);
+    }
+    for (unsigned i = 0; i < N; i++)
+        dkv_arena_free(&arena, ranges[i], sizes[i], sizes[i]);
+    assert_int_equal(arena.used_bytes, 0);
+    assert_true(backed_bytes(&arena) <= DKV_ARENA_KEPT_BYTES);
+    assert_null(dkv_arena_alloc(&arena, arena.bytes + 1));
+    dkv_arena_close(&arena);
+}
+
+/* A worker that is wrong, or a peer that the fd reached, cannot make the daemon fault. */
+static void the_arena_cannot_be_resized(void **unused)
+{
+    struct dkv_arena arena = open_arena();
+    (void)unused;
+    assert_int_equal(ftruncate(arena.fd, 0), -1);
+    assert_int_equal(ftruncate(arena.fd, (off_t)(arena.bytes * 2)), -1);
+    dkv_arena_close(&arena);
+}
 
 static void the_tensor_section_is_aligned_whatever_the_head(void **unused)
 {
     struct dkv_body_pool pool;
     struct dkv_error err;
     (void)unused;
-    dkv_body_pool_init(&pool, 64u << 20);
+    struct dkv_arena arena = open_arena();
+    dkv_body_pool_init(&pool, &arena, 64u << 20);
     for (uint64_t head = 0; head < 200; head++)
         for (uint64_t capacity = 1000; capacity < 4u << 20; capacity += (1u << 20) - 1) {
             struct dkv_body body = {0};
@@ -305,6 +375,7 @@ static void the_tensor_section_is_aligned_whatever_the_head(void **unused)
             dkv_body_release(&body);
         }
     dkv_body_pool_fini(&pool);
+    dkv_arena_close(&arena);
 }
 
 static void a_body_takes_what_fits_and_no_more(void **unused)
@@ -313,7 +384,8 @@ static void a_body_takes_what_fits_and_no_more(void **unused)
     struct dkv_body body = {0};
     struct dkv_error err;
     (void)unused;
-    dkv_body_pool_init(&pool, 1u << 20);
+    struct dkv_arena arena = open_arena();
+    dkv_body_pool_init(&pool, &arena, 1u << 20);
     assert_int_equal(dkv_body_reserve(&body, &pool, 10, 0, true, &err), DKV_OK);
     assert_int_equal(dkv_body_append(&body, "12345", 5, &err), DKV_OK);
     assert_int_equal(dkv_body_append(&body, "123456", 6, &err), DKV_E_TOO_LARGE);
@@ -324,6 +396,7 @@ static void a_body_takes_what_fits_and_no_more(void **unused)
     dkv_body_release(&body);
     dkv_body_release(&body);
     dkv_body_pool_fini(&pool);
+    dkv_arena_close(&arena);
 }
 
 static void a_large_body_arrives_as_it_was_sent(void **unused)
@@ -335,7 +408,8 @@ static void a_large_body_arrives_as_it_was_sent(void **unused)
     (void)unused;
     for (size_t i = 0; i < sizeof(sent); i++)
         sent[i] = (unsigned char)(i * 2654435761u >> 13);
-    dkv_body_pool_init(&pool, 64u << 20);
+    struct dkv_arena arena = open_arena();
+    dkv_body_pool_init(&pool, &arena, 64u << 20);
     assert_int_equal(dkv_body_reserve(&body, &pool, sizeof(sent), 13, true, &err), DKV_OK);
     for (size_t at = 0, n = 1; at < sizeof(sent); at += n, n = n * 3 % 99991) {
         n = n < sizeof(sent) - at ? n : sizeof(sent) - at;
@@ -344,6 +418,7 @@ static void a_large_body_arrives_as_it_was_sent(void **unused)
     assert_memory_equal(body.data, sent, sizeof(sent));
     dkv_body_release(&body);
     dkv_body_pool_fini(&pool);
+    dkv_arena_close(&arena);
 }
 
 static void bodies_together_stay_within_the_limit(void **unused)
@@ -353,7 +428,8 @@ static void bodies_together_stay_within_the_limit(void **unused)
     struct dkv_body known = {0}, chunked = {0}, refused = {0};
     struct dkv_error err;
     (void)unused;
-    dkv_body_pool_init(&pool, 4u << 20);
+    struct dkv_arena arena = open_arena();
+    dkv_body_pool_init(&pool, &arena, 4u << 20);
     assert_int_equal(dkv_body_reserve(&known, &pool, 3u << 20, 0, true, &err), DKV_OK);
     assert_int_equal(pool.charged_bytes, 3u << 20);
     assert_int_equal(dkv_body_reserve(&refused, &pool, (1u << 20) + 1, 0, true, &err), DKV_E_BUSY);
@@ -369,6 +445,7 @@ static void bodies_together_stay_within_the_limit(void **unused)
     dkv_body_release(&known);
     assert_int_equal(pool.charged_bytes, 0);
     dkv_body_pool_fini(&pool);
+    dkv_arena_close(&arena);
 }
 
 /* Fills a body of `n_bytes` and releases it, so that its mapping is warm. */
@@ -387,7 +464,8 @@ static void a_mapping_stays_warm_for_a_second(void **unused)
 {
     struct dkv_body_pool pool;
     (void)unused;
-    dkv_body_pool_init(&pool, 1u << 30);
+    struct dkv_arena arena = open_arena();
+    dkv_body_pool_init(&pool, &arena, 1u << 30);
     void *first = use_body(&pool, 8u << 20);
     assert_ptr_equal(pool.warm, first);
     assert_ptr_equal(use_body(&pool, 8u << 20), first);
@@ -399,6 +477,7 @@ static void a_mapping_stays_warm_for_a_second(void **unused)
     use_body(&pool, 4u << 20);
     assert_true(pool.warm_bytes < 5u << 20);
     dkv_body_pool_fini(&pool);
+    dkv_arena_close(&arena);
 }
 
 /* ---- deadlines ---- */
@@ -454,6 +533,8 @@ int main(void)
         cmocka_unit_test(a_bad_token_file_changes_nothing),
         cmocka_unit_test(addresses_are_loopback_or_not),
         cmocka_unit_test(the_tensor_section_is_aligned_whatever_the_head),
+        cmocka_unit_test(ranges_never_overlap_and_all_comes_back),
+        cmocka_unit_test(the_arena_cannot_be_resized),
         cmocka_unit_test(a_body_takes_what_fits_and_no_more),
         cmocka_unit_test(a_large_body_arrives_as_it_was_sent),
         cmocka_unit_test(bodies_together_stay_within_the_limit),

@@ -1,0 +1,67 @@
+/* Memory that a client lends: a memfd or another file of tmpfs, which workers read in place.
+ *
+ * The front never maps it. It reserves as many addresses as the loan has bytes, which nobody can
+ * read: a block of a job points into them as if the memory were there, and the link turns such a
+ * pointer into (loan, offset). A sealed memfd is mapped by the workers; what its owner can resize
+ * is read by pread() into the worker's own memory, since reading a mapping of it could fault.
+ *
+ * The loan lasts until the last job that names it has ended, whatever its owner did, and every
+ * worker has let go. The front keeps the fd until then, so that a worker that is restarted gets it
+ * again.
+ *
+ * Owner   attach/detach in backend.h. A job holds its loans while the backend has it.
+ * Thread  loop.
+ * Errors  attach: INVALID if the fd is no such memory or does not have these bytes; NOMEM.
+ */
+#ifndef DKV_SERVER_LOAN_H
+#define DKV_SERVER_LOAN_H
+
+#include "server/link.h"
+#include "server/list.h"
+
+#define DKV_LOANS_MAX 65536u
+
+struct dkv_loan;
+
+/* Every worker has answered: it is mapped, or why it could not be. May come before attach()
+ * returns if no worker is up. */
+typedef void (*dkv_loan_attached_fn)(struct dkv_loan *loan, void *owner,
+                                     const struct dkv_error *error);
+
+/* It is given back: no job and no worker has it any more. The loan is gone. */
+typedef void (*dkv_loan_released_fn)(void *owner);
+
+struct dkv_backend;
+
+struct dkv_loan {
+    struct dkv_backend *backend;
+    uint32_t number; /* DKV_LINK_LOANS and up, reused */
+    int fd;          /* our own */
+    uint64_t offset; /* of the file */
+    uint64_t bytes;
+    bool loose;       /* its owner can resize it: pread() only */
+    const void *base; /* addresses that stand for it */
+    unsigned n_jobs;
+    uint32_t attaching; /* bit d: device d has not answered ATTACH */
+    uint32_t holding;   /* bit d: device d was told of it and has not answered DETACH */
+    bool detached;
+    struct dkv_error error;
+    dkv_loan_attached_fn on_attached;
+    dkv_loan_released_fn on_released;
+    void *owner;
+};
+
+/* Makes a loan: looks at the fd, duplicates it and reserves addresses. */
+enum dkv_status dkv_loan_new(int fd, uint64_t offset, uint64_t bytes, struct dkv_loan **loan_out,
+                             struct dkv_error *err);
+void dkv_loan_free(struct dkv_loan *loan);
+
+/* Where a block's pointers may point. */
+struct dkv_link_range dkv_loan_range(const struct dkv_loan *loan);
+
+static inline const void *dkv_loan_base(const struct dkv_loan *loan)
+{
+    return loan->base;
+}
+
+#endif

@@ -1,0 +1,366 @@
+/* A worker: one process, one thread, one engine.
+ *
+ *   wait for a message --> map, unmap, or submit a batch --> take what else has come
+ *        ^                                                         |
+ *        '---- DONE <---- wait for the oldest batch <--------------'
+ *
+ * As many batches are in flight as the engine takes. When the front says that one more follows at
+ * once, a moment is spent waiting for it, so that its copies overlap the work before it.
+ *
+ * Answers are written where the descriptors say; DONE is sent after the engine's wait() returned
+ * without an error, never before. After a device error there is nothing to save: the process ends,
+ * and the front sees the end of the link. It also ends when the front does.
+ *
+ * Tests make a worker die at a named point: DROPKVD_DIE_AT=POINT:N (the Nth time it passes there,
+ * in each worker's life), honoured only with --test-hooks.
+ */
+#include "server/worker.h"
+
+#include "server/clock.h"
+#include "server/log.h"
+#include "server/worker_memory.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sysexits.h>
+#include <unistd.h>
+
+#define MORE_WAIT_US 100
+
+struct batch {
+    uint32_t slot;
+    uint32_t n_jobs;
+    const uint64_t *jobs;
+    struct dkv_item *items; /* [max_items] */
+    struct dkv_block *blocks;
+    size_t n_items;
+    uint64_t started_ns;
+};
+
+struct worker {
+    struct dkv_link_start start;
+    struct dkv_worker_memory memory;
+    const struct dkv_engine_ops *ops;
+    struct dkv_engine *engine;
+    struct batch batches[DKV_ADMISSION_FLIGHT_MAX]; /* a ring */
+    unsigned oldest;
+    unsigned n_in_flight;
+    const char *die_at; /* or NULL */
+    unsigned die_in;    /* times to pass there */
+};
+
+static void quit(const char *why, int status)
+{
+    dkv_log(DKV_LOG_ERROR, "worker: %s", why);
+    _exit(status);
+}
+
+static void hook(struct worker *worker, const char *point)
+{
+    if (worker->die_at == NULL || strcmp(worker->die_at, point) != 0 || --worker->die_in > 0)
+        return;
+    raise(SIGKILL);
+}
+
+static void read_hooks(struct worker *worker)
+{
+    static char point[32];
+    unsigned n = 0;
+    const char *text = worker->start.test_hooks ? getenv("DROPKVD_DIE_AT") : NULL;
+    if (text == NULL || sscanf(text, "%31[a-z_]:%u", point, &n) != 2 || n == 0)
+        return;
+    worker->die_at = point;
+    worker->die_in = n;
+}
+
+static void say(const struct dkv_link_msg *msg)
+{
+    if (!dkv_link_send(DKV_LINK_FD, msg, -1))
+        _exit(EX_OK); /* the front is gone */
+}
+
+/* ---- batches ---- */
+
+static struct dkv_link_job *job_at(const struct worker *worker, const struct batch *batch,
+                                   uint32_t i)
+{
+    return (struct dkv_link_job *)(void *)(worker->memory.arena + batch->jobs[i]);
+}
+
+static void *output(const struct worker *worker, const struct dkv_link_addr *addr)
+{
+    return addr->memory == DKV_LINK_IN_ARENA ? worker->memory.arena + addr->offset : NULL;
+}
+
+/* Makes the items of a job. A block whose memory cannot be had has its status now and no item. */
+static void add_items(struct worker *worker, struct batch *batch, struct dkv_link_job *job)
+{
+    for (uint32_t i = 0; i < job->n_blocks; i++) {
+        struct dkv_link_block *packed = &job->blocks[i];
+        struct dkv_block *block = &batch->blocks[batch->n_items];
+        packed->status = DKV_OK;
+        packed->error = (struct dkv_error){0};
+        if (!dkv_link_unpack(packed, dkv_worker_memory_find, &worker->memory, block))
+            packed->status = dkv_error_set(&packed->error, DKV_E_NOMEM,
+                                           "a region of this request could not be mapped");
+        else
+            packed->status = dkv_worker_memory_stage(&worker->memory, packed, block,
+                                                     &packed->error);
+        if (packed->status != DKV_OK)
+            continue;
+        batch->items[batch->n_items++] = (struct dkv_item){
+            .block = block,
+            .params = &job->params,
+            .plan = &packed->plan,
+            .keep_out = output(worker, &packed->keep),
+            .scores_out = output(worker, &packed->scores),
+        };
+    }
+}
+
+/* Statuses go back to the blocks that had an item, in the same order. */
+static void report(const struct worker *worker, const struct batch *batch)
+{
+    size_t at = 0;
+    for (uint32_t j = 0; j < batch->n_jobs; j++) {
+        struct dkv_link_job *job = job_at(worker, batch, j);
+        for (uint32_t i = 0; i < job->n_blocks; i++) {
+            struct dkv_link_block *packed = &job->blocks[i];
+            if (packed->status != DKV_OK)
+                continue;
+            const struct dkv_item *item = &batch->items[at++];
+            assert(item->plan == &packed->plan);
+            packed->status = item->status;
+            packed->error = item->error;
+        }
+    }
+}
+
+static void finish_oldest(struct worker *worker)
+{
+    struct batch *batch = &worker->batches[worker->oldest];
+    struct dkv_error err = {0};
+    struct dkv_engine_info info = {0};
+    if (batch->n_items > 0 && worker->ops->wait(worker->engine, &err) != DKV_OK)
+        quit(err.text, EX_UNAVAILABLE);
+    report(worker, batch);
+    worker->oldest = (worker->oldest + 1) % DKV_ADMISSION_FLIGHT_MAX;
+    worker->n_in_flight--;
+    if (worker->n_in_flight == 0)
+        dkv_worker_memory_idle(&worker->memory);
+    worker->ops->info(worker->engine, &info);
+    const struct dkv_link_msg done = {
+        .type = DKV_LINK_DONE,
+        .done = {.slot = batch->slot,
+                 .started_ns = batch->started_ns,
+                 .finished_ns = dkv_clock_ns(),
+                 .scratch_bytes = info.scratch_bytes},
+    };
+    hook(worker, "before_done");
+    say(&done);
+    hook(worker, "after_done");
+}
+
+/* Nothing was started: every item has failed for the same reason. */
+static void fail_items(struct batch *batch, enum dkv_status status, const struct dkv_error *err)
+{
+    for (size_t i = 0; i < batch->n_items; i++) {
+        batch->items[i].status = status;
+        batch->items[i].error = *err;
+    }
+}
+
+static void run(struct worker *worker, const struct dkv_link_run *message)
+{
+    const unsigned at = (worker->oldest + worker->n_in_flight) % DKV_ADMISSION_FLIGHT_MAX;
+    struct batch *batch = &worker->batches[at];
+    struct dkv_error err = {0};
+    hook(worker, "run");
+    batch->slot = message->slot;
+    batch->n_jobs = message->n_jobs;
+    batch->jobs = (const uint64_t *)(const void *)(worker->memory.arena + message->jobs);
+    batch->n_items = 0;
+    batch->started_ns = dkv_clock_ns();
+    for (uint32_t j = 0; j < batch->n_jobs; j++)
+        add_items(worker, batch, job_at(worker, batch, j));
+    hook(worker, "before_submit");
+    enum dkv_status status = DKV_OK;
+    if (batch->n_items > 0)
+        status = worker->ops->submit(worker->engine, batch->items, batch->n_items, &err);
+    if (status == DKV_E_DEVICE)
+        quit(err.text, EX_UNAVAILABLE);
+    if (status != DKV_OK) {
+        while (worker->n_in_flight > 0)
+            finish_oldest(worker);
+        fail_items(batch, status, &err);
+        report(worker, batch);
+        batch->n_jobs = 0;
+        batch->n_items = 0;
+    }
+    worker->n_in_flight++;
+    hook(worker, "after_submit");
+}
+
+/* ---- messages ---- */
+
+static void attach(struct worker *worker, const struct dkv_link_msg *msg, int fd)
+{
+    struct dkv_link_msg answer = {.type = DKV_LINK_ATTACHED, .number = msg->number};
+    answer.status = dkv_worker_memory_attach(&worker->memory, msg->number, fd, &msg->loan,
+                                             &answer.error);
+    answer.error.status = answer.status;
+    say(&answer);
+}
+
+static void detach(struct worker *worker, const struct dkv_link_msg *msg)
+{
+    const struct dkv_link_msg answer = {.type = DKV_LINK_DETACHED, .number = msg->number};
+    dkv_worker_memory_detach(&worker->memory, msg->number);
+    say(&answer);
+}
+
+/* Waits for a message, at most `wait_us` unless that is negative. */
+static bool message_within(long wait_us)
+{
+    struct pollfd ready = {.fd = DKV_LINK_FD, .events = POLLIN};
+    const struct timespec limit = {0, wait_us * 1000};
+    int n;
+    do
+        n = ppoll(&ready, 1, wait_us < 0 ? NULL : &limit, NULL);
+    while (n < 0 && errno == EINTR);
+    return n > 0;
+}
+
+/* Takes one message; true if a next batch is said to follow. False from open_ if the link ended. */
+static bool take(struct worker *worker, bool *open)
+{
+    struct dkv_link_msg msg;
+    int fd;
+    const int got = dkv_link_receive(DKV_LINK_FD, &msg, &fd);
+    if (got <= 0) {
+        *open = got < 0 && errno == EAGAIN;
+        return false;
+    }
+    switch (msg.type) {
+    case DKV_LINK_ATTACH: attach(worker, &msg, fd); return false;
+    case DKV_LINK_DETACH: detach(worker, &msg); return false;
+    case DKV_LINK_RUN: run(worker, &msg.run); return msg.run.more;
+    default: quit("a message that is none", EX_SOFTWARE);
+    }
+    return false;
+}
+
+static void serve(struct worker *worker)
+{
+    unsigned room = worker->ops->max_in_flight;
+    bool more = false, open = true;
+    room = room < DKV_ADMISSION_FLIGHT_MAX ? room : DKV_ADMISSION_FLIGHT_MAX;
+    while (open) {
+        if (worker->n_in_flight == 0) {
+            message_within(-1);
+            more = take(worker, &open);
+        } else if (worker->n_in_flight < room && message_within(more ? MORE_WAIT_US : 0)) {
+            more = take(worker, &open);
+        } else {
+            finish_oldest(worker);
+        }
+    }
+}
+
+/* ---- start ---- */
+
+static bool make_batches(struct worker *worker)
+{
+    for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++) {
+        struct batch *batch = &worker->batches[i];
+        batch->items = calloc(worker->start.max_items, sizeof(*batch->items));
+        batch->blocks = calloc(worker->start.max_items, sizeof(*batch->blocks));
+        if (batch->items == NULL || batch->blocks == NULL)
+            return false;
+    }
+    return true;
+}
+
+static enum dkv_status open_engine(struct worker *worker, struct dkv_error *err)
+{
+    struct dkv_engine_config config = {
+        .threads = worker->start.threads,
+        .max_batch_items = worker->start.max_items,
+    };
+    enum dkv_status status = dkv_engine_find(worker->start.device, &worker->ops, &config.device,
+                                             err);
+    if (status == DKV_OK)
+        status = worker->ops->open(&config, &worker->engine, err);
+    if (status == DKV_OK && !make_batches(worker))
+        status = dkv_error_set(err, DKV_E_NOMEM, "worker: out of memory");
+    return status;
+}
+
+/* The first message, and the arena with it. */
+static enum dkv_status begin(struct worker *worker, struct dkv_error *err)
+{
+    struct dkv_link_msg msg;
+    int fd;
+    if (!message_within(-1) || dkv_link_receive(DKV_LINK_FD, &msg, &fd) <= 0 ||
+        msg.type != DKV_LINK_START || fd < 0)
+        return dkv_error_set(err, DKV_E_INTERNAL, "worker: started by something else");
+    worker->start = msg.start;
+    dkv_log_init(worker->start.log_json ? DKV_LOG_JSON : DKV_LOG_TEXT,
+                 dkv_log_level_of(worker->start.log_level), STDERR_FILENO);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (getppid() != worker->start.front_pid)
+        _exit(EX_OK); /* it was too late for the signal */
+    read_hooks(worker);
+    enum dkv_status status = dkv_worker_memory_open(&worker->memory, fd, worker->start.arena_bytes,
+                                                    err);
+    close(fd);
+    if (status == DKV_OK)
+        status = open_engine(worker, err);
+    return status;
+}
+
+static void end(struct worker *worker)
+{
+    if (worker->engine != NULL)
+        worker->ops->close(worker->engine);
+    for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++) {
+        free(worker->batches[i].items);
+        free(worker->batches[i].blocks);
+    }
+    dkv_worker_memory_close(&worker->memory);
+}
+
+int dkv_worker_main(void)
+{
+    static struct worker worker;
+    struct dkv_link_msg msg = {.type = DKV_LINK_UP};
+    struct stat info;
+    /* Signals to the group and to the unit are the front's: it ends this process when the last
+     * request has been answered. */
+    signal(SIGINT, SIG_IGN);
+    signal(SIGTERM, SIG_IGN);
+    signal(SIGHUP, SIG_IGN);
+    if (fstat(DKV_LINK_FD, &info) != 0 || !S_ISSOCK(info.st_mode)) {
+        fputs("dropkvd: --worker is how dropkvd starts itself\n", stderr);
+        return EX_USAGE;
+    }
+    prctl(PR_SET_NAME, "dropkvd-worker");
+    msg.status = begin(&worker, &msg.error);
+    if (msg.status == DKV_OK) {
+        worker.ops->info(worker.engine, &msg.up);
+        hook(&worker, "up");
+    } else {
+        msg.type = DKV_LINK_FAILED;
+    }
+    say(&msg);
+    if (msg.status == DKV_OK)
+        serve(&worker);
+    end(&worker);
+    return msg.status == DKV_OK ? EX_OK : EX_UNAVAILABLE;
+}

@@ -1,0 +1,248 @@
+/* Which bytes a block reads follows from its views alone: rows of one head are token_stride apart,
+ * heads head_stride, pages page_stride times their entry in the table. Rows that lie densely are
+ * read in one go, gaps and all, since a call costs more than a few kilobytes.
+ */
+#include "server/worker_memory.h"
+
+#include "proto/memfd.h"
+
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#define STAGED_KEPT_BYTES (UINT64_C(16) << 20) /* of a shadow, between batches */
+
+enum dkv_status dkv_worker_memory_open(struct dkv_worker_memory *memory, int arena_fd,
+                                       uint64_t arena_bytes, struct dkv_error *err)
+{
+    void *base = mmap(NULL, arena_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
+                      arena_fd, 0);
+    if (base == MAP_FAILED)
+        return dkv_error_set(err, DKV_E_NOMEM, "worker: the shared memory cannot be mapped");
+    madvise(base, arena_bytes, MADV_DONTDUMP);
+    *memory = (struct dkv_worker_memory){.arena = base, .arena_bytes = arena_bytes};
+    return DKV_OK;
+}
+
+static void let_go(struct dkv_held *held)
+{
+    if (held->base == NULL)
+        return;
+    if (held->fd >= 0) {
+        munmap(held->base, held->bytes);
+        close(held->fd);
+    } else {
+        dkv_memfd_unmap(held->base, held->bytes);
+    }
+    *held = (struct dkv_held){.fd = -1};
+}
+
+void dkv_worker_memory_close(struct dkv_worker_memory *memory)
+{
+    for (uint32_t i = 0; i < memory->n_held; i++)
+        let_go(&memory->held[i]);
+    free(memory->held);
+    if (memory->arena != NULL)
+        munmap(memory->arena, memory->arena_bytes);
+    *memory = (struct dkv_worker_memory){0};
+}
+
+static struct dkv_held *place_for(struct dkv_worker_memory *memory, uint32_t number)
+{
+    const uint32_t index = number - DKV_LINK_LOANS;
+    if (index >= memory->n_held) {
+        const uint32_t n = index + 64;
+        struct dkv_held *held = realloc(memory->held, n * sizeof(*held));
+        if (held == NULL)
+            return NULL;
+        for (uint32_t i = memory->n_held; i < n; i++)
+            held[i] = (struct dkv_held){.fd = -1};
+        memory->held = held;
+        memory->n_held = n;
+    }
+    return &memory->held[index];
+}
+
+static enum dkv_status make_shadow(struct dkv_held *held, const struct dkv_link_loan *loan,
+                                   struct dkv_error *err)
+{
+    void *base = mmap(NULL, loan->bytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED)
+        return dkv_error_set(err, DKV_E_NOMEM, "region: no addresses for %llu bytes",
+                             (unsigned long long)loan->bytes);
+    held->base = base;
+    return DKV_OK;
+}
+
+enum dkv_status dkv_worker_memory_attach(struct dkv_worker_memory *memory, uint32_t number, int fd,
+                                         const struct dkv_link_loan *loan, struct dkv_error *err)
+{
+    void *base = NULL;
+    enum dkv_status status = DKV_E_NOMEM;
+    struct dkv_held *held = place_for(memory, number);
+    if (held == NULL) {
+        dkv_error_set(err, status, "region: out of memory");
+    } else if (loan->loose) {
+        status = make_shadow(held, loan, err);
+    } else {
+        status = dkv_memfd_map(fd, loan->offset, loan->bytes, false, &base, err);
+        held->base = base;
+    }
+    if (status != DKV_OK || !loan->loose) {
+        close(fd);
+        fd = -1;
+    }
+    if (status == DKV_OK) {
+        held->bytes = loan->bytes;
+        held->offset = loan->offset;
+        held->fd = fd;
+    }
+    return status;
+}
+
+void dkv_worker_memory_detach(struct dkv_worker_memory *memory, uint32_t number)
+{
+    if (number - DKV_LINK_LOANS < memory->n_held)
+        let_go(&memory->held[number - DKV_LINK_LOANS]);
+}
+
+static struct dkv_held *loan_of(struct dkv_worker_memory *memory, uint32_t number)
+{
+    if (number < DKV_LINK_LOANS || number - DKV_LINK_LOANS >= memory->n_held)
+        return NULL;
+    return &memory->held[number - DKV_LINK_LOANS];
+}
+
+const void *dkv_worker_memory_find(void *owner, uint32_t number)
+{
+    struct dkv_worker_memory *memory = owner;
+    if (number == DKV_LINK_IN_ARENA)
+        return memory->arena;
+    const struct dkv_held *held = loan_of(memory, number);
+    return held != NULL ? held->base : NULL;
+}
+
+/* ---- staging ---- */
+
+static enum dkv_status fetch(struct dkv_held *held, uint64_t offset, uint64_t bytes,
+                             struct dkv_error *err)
+{
+    held->staged_bytes += bytes;
+    return dkv_memfd_read(held->fd, held->offset + offset, held->base + offset, bytes, err);
+}
+
+/* `rows` rows of every head from `offset` on: all at once if they lie within each other's gaps,
+ * head by head if the heads are far apart. */
+static enum dkv_status fetch_rows(struct dkv_held *held, uint64_t offset, uint64_t rows,
+                                  uint64_t heads, const struct dkv_view *view, uint64_t row_bytes,
+                                  struct dkv_error *err)
+{
+    const uint64_t of_head = (rows - 1) * (uint64_t)view->token_stride + row_bytes;
+    const uint64_t head_stride = (uint64_t)view->head_stride;
+    enum dkv_status status = DKV_OK;
+    if (head_stride <= of_head)
+        return fetch(held, offset, (heads - 1) * head_stride + of_head, err);
+    for (uint64_t h = 0; status == DKV_OK && h < heads; h++)
+        status = fetch(held, offset + h * head_stride, of_head, err);
+    return status;
+}
+
+static int64_t entry_at(const struct dkv_page_table *table, uint64_t i)
+{
+    int64_t wide = (int64_t)i;
+    int32_t narrow;
+    if (table->entries == NULL)
+        return wide;
+    const unsigned char *at = (const unsigned char *)table->entries + i * table->entry_bytes;
+    if (table->entry_bytes == sizeof(narrow)) {
+        memcpy(&narrow, at, sizeof(narrow));
+        wide = narrow;
+    } else {
+        memcpy(&wide, at, sizeof(wide));
+    }
+    return wide;
+}
+
+/* Entries that point nowhere are the engine's to report: nothing is read for them. */
+static enum dkv_status fetch_pages(struct dkv_held *held, const struct dkv_block *block,
+                                   const struct dkv_view *view, const struct dkv_page_table *table,
+                                   uint64_t limit, uint64_t row_bytes, struct dkv_error *err)
+{
+    const uint64_t n_pages = (block->n_tokens + block->page_tokens - 1) / block->page_tokens;
+    enum dkv_status status = DKV_OK;
+    for (uint64_t i = 0; status == DKV_OK && i < n_pages; i++) {
+        int64_t entry = entry_at(table, i);
+        if (table->entries != NULL && table->has_null_entry && entry == table->null_entry)
+            continue;
+        if (table->entries != NULL && table->mask != 0)
+            entry &= table->mask;
+        if (entry < 0 || (table->entries != NULL && (uint64_t)entry >= limit))
+            continue;
+        const uint64_t left = block->n_tokens - i * block->page_tokens;
+        const uint64_t rows = left < block->page_tokens ? left : block->page_tokens;
+        status = fetch_rows(held, view->offset + (uint64_t)entry * (uint64_t)view->page_stride,
+                            rows, block->kv_heads, view, row_bytes, err);
+    }
+    return status;
+}
+
+static enum dkv_status stage_table(struct dkv_worker_memory *memory,
+                                   const struct dkv_link_addr *addr,
+                                   const struct dkv_page_table *table, struct dkv_error *err)
+{
+    struct dkv_held *held = loan_of(memory, addr->memory);
+    if (table->entries == NULL || held == NULL || held->fd < 0)
+        return DKV_OK;
+    return fetch(held, addr->offset, table->n_entries * table->entry_bytes, err);
+}
+
+static enum dkv_status stage_view(struct dkv_worker_memory *memory,
+                                  const struct dkv_link_block *packed,
+                                  const struct dkv_block *block, unsigned which,
+                                  struct dkv_error *err)
+{
+    const bool is_query = which == DKV_LINK_QUERY, is_key = which == DKV_LINK_KEY;
+    const struct dkv_link_addr *addr = &packed->pointers[which];
+    struct dkv_held *held = loan_of(memory, addr->memory);
+    if (held == NULL || held->fd < 0)
+        return DKV_OK;
+    struct dkv_view view = is_query ? block->query : is_key ? block->key : block->value;
+    const uint64_t dim = is_query || is_key ? block->head_dim : packed->plan.v_dim;
+    const uint64_t row_bytes = dim * dkv_dtype_bytes(view.dtype);
+    view.offset += addr->offset;
+    if (is_query)
+        return fetch_rows(held, view.offset, block->q_rows, block->q_heads, &view, row_bytes, err);
+    if (block->page_tokens == 0)
+        return fetch_rows(held, view.offset, block->n_tokens, block->kv_heads, &view, row_bytes,
+                          err);
+    const bool own_table = !is_key && block->v_table.entries != NULL;
+    return fetch_pages(held, block, &view, own_table ? &block->v_table : &block->table,
+                       is_key ? packed->plan.k_entry_limit : packed->plan.v_entry_limit, row_bytes,
+                       err);
+}
+
+enum dkv_status dkv_worker_memory_stage(struct dkv_worker_memory *memory,
+                                        const struct dkv_link_block *packed,
+                                        const struct dkv_block *block, struct dkv_error *err)
+{
+    enum dkv_status status = stage_table(memory, &packed->pointers[DKV_LINK_TABLE], &block->table,
+                                         err);
+    if (status == DKV_OK)
+        status = stage_table(memory, &packed->pointers[DKV_LINK_V_TABLE], &block->v_table, err);
+    for (unsigned i = DKV_LINK_QUERY; status == DKV_OK && i <= DKV_LINK_VALUE; i++)
+        status = stage_view(memory, packed, block, i, err);
+    return status;
+}
+
+void dkv_worker_memory_idle(struct dkv_worker_memory *memory)
+{
+    for (uint32_t i = 0; i < memory->n_held; i++) {
+        struct dkv_held *held = &memory->held[i];
+        if (held->fd < 0 || held->staged_bytes <= STAGED_KEPT_BYTES)
+            continue;
+        madvise(held->base, held->bytes, MADV_DONTNEED);
+        held->staged_bytes = 0;
+    }
+}

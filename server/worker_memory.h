@@ -1,0 +1,51 @@
+/* A worker's side of memory: the arena and the clients' loans, by number.
+ *
+ * A sealed loan is mapped read-only. A loose one gets a shadow: as many addresses of the worker's
+ * own, without memory behind them until read. Before a batch the very bytes that its blocks read
+ * are copied there by pread(), each to its own offset, so that every layout works as in a mapping,
+ * and whatever the owner does to the file meanwhile is at worst an error of his own request.
+ *
+ * Owner   the worker's main().
+ * Thread  its only one.
+ */
+#ifndef DKV_SERVER_WORKER_MEMORY_H
+#define DKV_SERVER_WORKER_MEMORY_H
+
+#include "server/link.h"
+
+struct dkv_held {
+    unsigned char *base; /* NULL: no loan of this number */
+    uint64_t bytes;
+    uint64_t offset; /* of the file */
+    int fd;          /* loose: kept for reading; else -1 */
+    uint64_t staged_bytes;
+};
+
+struct dkv_worker_memory {
+    unsigned char *arena;
+    uint64_t arena_bytes;
+    struct dkv_held *held; /* [n_held], by number - DKV_LINK_LOANS */
+    uint32_t n_held;
+};
+
+enum dkv_status dkv_worker_memory_open(struct dkv_worker_memory *memory, int arena_fd,
+                                       uint64_t arena_bytes, struct dkv_error *err);
+void dkv_worker_memory_close(struct dkv_worker_memory *memory);
+
+/* Takes the fd, also on failure. */
+enum dkv_status dkv_worker_memory_attach(struct dkv_worker_memory *memory, uint32_t number, int fd,
+                                         const struct dkv_link_loan *loan, struct dkv_error *err);
+void dkv_worker_memory_detach(struct dkv_worker_memory *memory, uint32_t number);
+
+/* A dkv_link_find_fn; owner is the dkv_worker_memory. */
+const void *dkv_worker_memory_find(void *owner, uint32_t number);
+
+/* Reads what the block needs from loose loans. INVALID if the file has become too short. */
+enum dkv_status dkv_worker_memory_stage(struct dkv_worker_memory *memory,
+                                        const struct dkv_link_block *packed,
+                                        const struct dkv_block *block, struct dkv_error *err);
+
+/* No batch is in flight: what was staged can go. */
+void dkv_worker_memory_idle(struct dkv_worker_memory *memory);
+
+#endif
