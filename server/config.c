@@ -89,6 +89,8 @@ const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
            "Batches that a device is given at once; 0: 2 for a GPU, 1 for the CPU"),
     NUMBER(worker_deaths, "5", 1, 1000, "",
            "Workers of a device that may end in a row before the device is given up"),
+    NUMBER(worker_stuck_ms, "0", 0, 86400000, "ms",
+           "How long a batch may take before its worker is killed; 0: twice request_timeout_ms"),
     NUMBER(header_timeout_ms, "5000", 1, 3600000, "ms", "Time for a request's header to arrive"),
     NUMBER(keepalive_timeout_ms, "75000", 1, 3600000, "ms", "Time between two requests"),
     NUMBER(body_grace_ms, "2000", 0, 3600000, "ms", "Time before a body's rate is judged"),

@@ -7,6 +7,9 @@
  * waiting for the old one to be reaped. A worker that still lives when its link has failed is
  * killed, so that no two ever write to one arena.
  *
+ * A worker that lives and does not answer is killed too: a batch has worker_stuck_ms, a start
+ * START_MS. What it had is treated like that of any other dead worker.
+ *
  * Sending never blocks: a worker that does not read must not stop the front. What does not fit
  * into the socket waits in a list.
  */
@@ -27,8 +30,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#define OPEN_TIMEOUT_MS 60000
-#define ZOMBIES_MAX     8u
+#define START_MS    60000
+#define ZOMBIES_MAX 8u
 
 extern char **environ;
 
@@ -61,7 +64,9 @@ struct dkv_worker {
     bool up;
     struct outgoing *first, **last; /* messages that wait for room */
     pid_t zombies[ZOMBIES_MAX];
-    uv_timer_t timer; /* until the next start */
+    uv_timer_t timer;  /* until the next start */
+    uv_timer_t watch;  /* while an answer is awaited */
+    uint64_t since_ms; /* when the oldest batch, or the start, began */
     uv_signal_t child_signal;
     unsigned n_open_handles;
     unsigned n_deaths; /* since the last answered batch */
@@ -70,6 +75,47 @@ struct dkv_worker {
     uint64_t *tables[DKV_ADMISSION_FLIGHT_MAX]; /* in the arena: what RUN points at */
     uint64_t table_bytes;
 };
+
+/* ---- the watch ---- */
+
+static unsigned n_in_flight(const struct dkv_worker *worker)
+{
+    unsigned n = 0;
+    for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++)
+        n += worker->runs[i].batch != NULL;
+    return n;
+}
+
+static uint64_t patience_ms(const struct dkv_worker *worker)
+{
+    const struct dkv_config *config = worker->config;
+    if (!worker->up)
+        return START_MS;
+    return config->worker_stuck_ms != 0 ? config->worker_stuck_ms : 2 * config->request_timeout_ms;
+}
+
+static void watch(struct dkv_worker *worker);
+
+static void on_watch(uv_timer_t *timer)
+{
+    struct dkv_worker *worker = timer->data;
+    if (worker->link == NULL || (worker->up && n_in_flight(worker) == 0))
+        return;
+    if (dkv_clock_ms() - worker->since_ms < patience_ms(worker)) {
+        watch(worker);
+        return;
+    }
+    dkv_log(DKV_LOG_ERROR, "the worker of device %s has not answered for %llu ms: it is killed",
+            worker->device, (unsigned long long)patience_ms(worker));
+    kill(worker->pid, SIGKILL); /* the link ends, and on_link() goes on from there */
+}
+
+/* Looks again when the patience with what is awaited now is over. */
+static void watch(struct dkv_worker *worker)
+{
+    const uint64_t end_ms = worker->since_ms + patience_ms(worker), now_ms = dkv_clock_ms();
+    uv_timer_start(&worker->watch, on_watch, end_ms > now_ms ? end_ms - now_ms : 0, 0);
+}
 
 /* ---- processes ---- */
 
@@ -165,6 +211,8 @@ static enum dkv_status start_process(struct dkv_worker *worker, struct dkv_error
     worker->link = link;
     fill_start(worker, &start);
     dkv_link_send(link->fd, &start, worker->arena->fd);
+    worker->since_ms = dkv_clock_ms();
+    watch(worker);
     return DKV_OK;
 }
 
@@ -221,6 +269,10 @@ static void send_message(struct dkv_worker *worker, const struct dkv_link_msg *m
 void dkv_worker_launch(struct dkv_worker *worker, struct dkv_run *run)
 {
     const unsigned slot = (unsigned)(run - worker->runs);
+    if (n_in_flight(worker) == 1) /* this one */
+        worker->since_ms = dkv_clock_ms();
+    if (!uv_is_active((uv_handle_t *)&worker->watch))
+        watch(worker);
     struct dkv_link_msg msg = {.type = DKV_LINK_RUN};
     for (unsigned i = 0; i < run->n_jobs; i++)
         worker->tables[slot][i] = dkv_arena_offset(worker->arena, run->jobs[i]->descriptor);
@@ -259,6 +311,7 @@ static void drop_process(struct dkv_worker *worker)
     worker->up = false;
     worker->link = NULL;
     drop_outgoing(worker);
+    uv_timer_stop(&worker->watch);
     if (link != NULL) {
         uv_poll_stop(&link->poll);
         close(link->fd);
@@ -328,6 +381,8 @@ static void on_up(struct dkv_worker *worker, const struct dkv_engine_info *info)
             (int)worker->pid);
     worker->up = true;
     worker->given_up = false;
+    worker->since_ms = dkv_clock_ms();
+    uv_timer_stop(&worker->watch);
     worker->calls.up(worker->calls.owner, worker->index, info);
 }
 
@@ -336,6 +391,7 @@ static void on_done(struct dkv_worker *worker, const struct dkv_link_done *done)
     assert(done->slot < DKV_ADMISSION_FLIGHT_MAX);
     struct dkv_run *run = &worker->runs[done->slot];
     worker->n_deaths = 0;
+    worker->since_ms = dkv_clock_ms();
     run->started_ns = done->started_ns;
     run->finished_ns = done->finished_ns;
     worker->calls.done(worker->calls.owner, worker->index, run, done->scratch_bytes);
@@ -400,6 +456,7 @@ void dkv_worker_close(struct dkv_worker *worker)
     drop_process(worker);
     reap(worker, true);
     uv_close((uv_handle_t *)&worker->timer, free_worker);
+    uv_close((uv_handle_t *)&worker->watch, free_worker);
     uv_close((uv_handle_t *)&worker->child_signal, free_worker);
 }
 
@@ -410,7 +467,7 @@ static enum dkv_status wait_until_up(struct dkv_worker *worker, struct dkv_error
     struct dkv_link_msg msg;
     int fd, got = 0, n;
     do
-        n = poll(&ready, 1, OPEN_TIMEOUT_MS);
+        n = poll(&ready, 1, START_MS);
     while (n < 0 && errno == EINTR);
     if (n > 0)
         got = dkv_link_receive(worker->link->fd, &msg, &fd);
@@ -466,9 +523,11 @@ enum dkv_status dkv_worker_open(const struct dkv_config *config, const char *dev
     snprintf(worker->device, sizeof(worker->device), "%s", device);
     uv_timer_init(loop, &worker->timer);
     uv_signal_init(loop, &worker->child_signal);
+    uv_timer_init(loop, &worker->watch);
     worker->timer.data = worker;
+    worker->watch.data = worker;
     worker->child_signal.data = worker;
-    worker->n_open_handles = 2;
+    worker->n_open_handles = 3;
     uv_signal_start(&worker->child_signal, on_child_signal, SIGCHLD);
 
     enum dkv_status status = make_tables(worker)

@@ -169,6 +169,23 @@ class Life(unittest.TestCase):
             connection.close()
             self.assertEqual(daemon.wait(), 0)
 
+    def test_a_worker_that_does_not_answer_is_replaced(self):
+        with Watched(DROPKVD, "--worker-stuck-ms", "300") as daemon:
+            expected = keep_indices(daemon.ask(infer_request()))
+            idle_until = time.monotonic() + 0.5
+            while time.monotonic() < idle_until:  # an idle worker is none that does not answer
+                daemon.metrics()
+            self.assertEqual(daemon.ask(infer_request()).status, 200)
+            self.assertEqual(restarts(daemon), 0)
+            os.kill(workers(daemon)[-1], signal.SIGSTOP)
+            began = time.monotonic()
+            reply = daemon.ask(infer_request())
+            self.assertEqual(reply.status, 200, reply.body)
+            self.assertEqual(keep_indices(reply), expected)
+            self.assertGreater(time.monotonic() - began, 0.25)
+            daemon.wait_for_log("has not answered for 300 ms: it is killed")
+            self.assertEqual(restarts(daemon), 1)
+
     def test_nobody_but_the_daemon_starts_a_worker(self):
         done = subprocess.run([DROPKVD, "--worker"], capture_output=True, text=True, timeout=30, check=False)
         self.assertEqual(done.returncode, 64)
