@@ -12,8 +12,8 @@
  * distributed shared memory; of short ones each block of the cluster takes its own. How a unit is
  * spread cannot show in the answer, which is exact. Devices without clusters use one block a unit.
  *
- * 512 threads, each with four adjacent tokens at a time: what bounds this kernel is instructions
- * and barriers, not bytes.
+ * 512 threads, or 128 for a crowd of short units; each has four adjacent tokens at a time: what
+ * bounds this kernel is instructions and barriers, not bytes.
  */
 #include <cooperative_groups.h>
 
@@ -24,16 +24,17 @@ namespace cg = cooperative_groups;
 namespace
 {
 
-constexpr int threads = 512;
-constexpr int n_warps = threads / 32;
+constexpr int max_threads = 512;
+constexpr int min_threads = 128;
+constexpr int max_warps = max_threads / 32;
 constexpr int n_bins = 2048;
-constexpr int bins_per_thread = n_bins / threads;
 constexpr int max_ranked = 128; /* tokens ranked against each other */
 constexpr int max_cluster = 16;
 
 constexpr uint32_t block_tokens = 8192;     /* of a unit that one block takes at most, if it can */
 constexpr uint32_t spread_tokens = 2048;    /* that are worth a block, while there are idle ones */
 constexpr uint32_t worthwhile_tokens = 256; /* with fewer in each block a unit is not spread */
+constexpr uint32_t crowd_tokens = 2048;     /* up to which few threads do, if units are many */
 constexpr uint32_t min_pool_tokens = 1024;
 
 struct team {
@@ -49,13 +50,12 @@ struct candidate {
 
 struct alignas(16) shared_state {
     unsigned histogram[n_bins]; /* of this block */
-    unsigned total[n_bins];     /* the crew's, in the slice this block adds up */
     candidate mine[max_ranked];
     candidate ranked[max_ranked]; /* of the whole crew */
     unsigned ahead[max_ranked];   /* how many of them are better */
     unsigned n_mine;
     unsigned n_kept; /* of this block, read by the others */
-    unsigned warp_counts[n_warps];
+    unsigned warp_counts[max_warps];
     unsigned bin;
     unsigned above; /* tokens in higher bins */
     unsigned inside;
@@ -67,6 +67,7 @@ struct alignas(16) shared_state {
 struct crew {
     uint32_t size;
     uint32_t rank;
+    unsigned *total; /* [n_bins] if size > 1: the crew's sum, in the slice this block adds up */
 };
 
 __device__ void crew_sync(const crew &c)
@@ -149,11 +150,11 @@ __device__ void build_keys(const select_task &t, shared_state &s, const part &p,
         const int staged = ((count + 3) & ~3) + 2 * margin;
         __syncthreads();
 #pragma unroll 4
-        for (int i = 4 * threadIdx.x; i < staged; i += 4 * threads)
+        for (int i = 4 * threadIdx.x; i < staged; i += 4 * blockDim.x)
             *reinterpret_cast<float4 *>(stage + i) = load_scores(t, static_cast<int>(first) -
                                                                         margin + i);
         __syncthreads();
-        for (int i = 4 * threadIdx.x; i < count; i += 4 * threads) {
+        for (int i = 4 * threadIdx.x; i < count; i += 4 * blockDim.x) {
             unsigned long long key[4];
             select_keys(t, first + i, stage + (margin - half) + i, key);
             ulonglong2 *to = reinterpret_cast<ulonglong2 *>(p.keys + (first - p.begin) + i);
@@ -221,7 +222,7 @@ __device__ __forceinline__ void for_matching(const select_task &t, const part &p
     const int above = d.shift + d.width;
     const bool all = d.word == 0 && above >= 64;
     const unsigned long long want = all ? 0 : decided.key >> above;
-    for (uint32_t i = p.begin + 4 * threadIdx.x; i < p.end; i += 4 * threads) {
+    for (uint32_t i = p.begin + 4 * threadIdx.x; i < p.end; i += 4 * blockDim.x) {
         unsigned long long key[4];
         load_four(p, i, key);
 #pragma unroll
@@ -236,7 +237,7 @@ __device__ __forceinline__ void for_matching(const select_task &t, const part &p
 __device__ void count_round(const select_task &t, shared_state &s, const part &p,
                             const words &decided, const digit &d)
 {
-    for (int i = threadIdx.x; i < n_bins; i += threads)
+    for (int i = threadIdx.x; i < n_bins; i += blockDim.x)
         s.histogram[i] = 0;
     __syncthreads();
     for_matching(t, p, decided, d, [&](unsigned long long key, uint32_t i) {
@@ -252,6 +253,7 @@ __device__ void add_histograms(const crew &c, shared_state &s)
         return;
     const int slice = n_bins / static_cast<int>(c.size);
     const int first = slice * static_cast<int>(c.rank);
+    const int threads = static_cast<int>(blockDim.x);
     const int per_bin = slice < threads ? threads / slice : 1; /* threads; 4 at most */
     for (int i = threadIdx.x / per_bin; i < slice; i += threads / per_bin) {
         unsigned sum = 0;
@@ -260,7 +262,7 @@ __device__ void add_histograms(const crew &c, shared_state &s)
             sum += of_rank(c, s.histogram, rank)[first + i];
         for (int step = per_bin / 2; step; step /= 2)
             sum += __shfl_xor_sync(~0u, sum, step);
-        s.total[first + i] = sum;
+        c.total[first + i] = sum;
     }
     crew_sync(c);
 }
@@ -270,13 +272,18 @@ __device__ void find_bin(const crew &c, shared_state &s, unsigned wanted)
 {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
-    const int first = n_bins - bins_per_thread * (static_cast<int>(threadIdx.x) + 1);
+    const int per = n_bins / static_cast<int>(blockDim.x); /* bins a thread, a multiple of 4 */
+    const int first = n_bins - per * (static_cast<int>(threadIdx.x) + 1);
     const unsigned *from = c.size == 1 ? s.histogram
-                                       : of_rank(c, s.total,
+                                       : of_rank(c, c.total,
                                                  static_cast<uint32_t>(first) * c.size / n_bins);
-    const uint4 four = *reinterpret_cast<const uint4 *>(from + first);
-    const unsigned best_first[bins_per_thread] = {four.w, four.z, four.y, four.x};
-    const unsigned sum = four.x + four.y + four.z + four.w;
+    unsigned sum = 0;
+    for (int b = first; b < first + per; b += 4) {
+        const uint4 four = *reinterpret_cast<const uint4 *>(from + b);
+        sum += four.x + four.y + four.z + four.w;
+        if (c.size > 1) /* nobody reads this block's own histogram any more */
+            *reinterpret_cast<uint4 *>(s.histogram + b) = four;
+    }
     unsigned upto = sum; /* of this warp's bins up to this lane's */
     for (int step = 1; step < 32; step <<= 1) {
         const unsigned lower = __shfl_up_sync(~0u, upto, step);
@@ -287,16 +294,13 @@ __device__ void find_bin(const crew &c, shared_state &s, unsigned wanted)
     __syncthreads();
     const unsigned above_warp = __reduce_add_sync(~0u, lane < warp ? s.warp_counts[lane] : 0);
     unsigned above = above_warp + upto - sum;
-    if (above < wanted && above + sum >= wanted) {
-#pragma unroll
-        for (int b = 0; b < bins_per_thread; b++) {
-            if (above < wanted && above + best_first[b] >= wanted) {
-                s.bin = first + bins_per_thread - 1 - b;
-                s.above = above;
-                s.inside = best_first[b];
-            }
-            above += best_first[b];
-        }
+    if (above < wanted && above + sum >= wanted) { /* one thread */
+        int bin = first + per - 1;
+        while (above + s.histogram[bin] < wanted)
+            above += s.histogram[bin--];
+        s.bin = bin;
+        s.above = above;
+        s.inside = s.histogram[bin];
     }
     __syncthreads();
 }
@@ -314,7 +318,7 @@ __device__ unsigned gather_candidates(const select_task &t, const crew &c, share
 {
     if (threadIdx.x == 0)
         s.n_mine = 0;
-    for (int i = threadIdx.x; i < max_ranked; i += threads)
+    for (int i = threadIdx.x; i < max_ranked; i += blockDim.x)
         s.ahead[i] = 0;
     __syncthreads();
     for_matching(t, p, decided, next, [&](unsigned long long key, uint32_t i) {
@@ -323,7 +327,7 @@ __device__ unsigned gather_candidates(const select_task &t, const crew &c, share
     });
     crew_sync(c);
     /* Warp w copies what the block of rank w has; all remote reads are in flight together. */
-    static_assert(n_warps == max_cluster, "a warp a block");
+    static_assert(max_warps == max_cluster, "a warp a block, if there is more than one");
     const int lane = threadIdx.x % 32;
     const uint32_t rank = threadIdx.x / 32;
     const unsigned n = static_cast<uint32_t>(lane) < c.size ? *of_rank(c, &s.n_mine, lane) : 0;
@@ -344,7 +348,7 @@ __device__ unsigned gather_candidates(const select_task &t, const crew &c, share
 __device__ void rank_candidates(shared_state &s, unsigned count, unsigned wanted)
 {
     unsigned per = 1;
-    while (per < 32 && count * per * 2 <= threads)
+    while (per < 32 && count * per * 2 <= blockDim.x)
         per *= 2;
     const unsigned which = threadIdx.x / per;
     if (which < count) {
@@ -428,6 +432,7 @@ __device__ void write_kept(const select_task &t, const crew &c, shared_state &s,
 {
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
+    const uint32_t n_warps = blockDim.x / 32;
     const uint32_t run = ((p.end - p.begin + n_warps - 1) / n_warps + 127) & ~127u;
     const uint32_t from = min(p.end, p.begin + warp * run);
     const uint32_t to = min(p.end, from + run);
@@ -441,7 +446,8 @@ __device__ void write_kept(const select_task &t, const crew &c, shared_state &s,
         s.warp_counts[warp] = count;
     __syncthreads();
     if (warp == 0) {
-        count = __reduce_add_sync(~0u, lane < n_warps ? s.warp_counts[lane] : 0);
+        count = __reduce_add_sync(~0u,
+                                  static_cast<uint32_t>(lane) < n_warps ? s.warp_counts[lane] : 0);
         if (lane == 0)
             s.n_kept = count;
     }
@@ -469,25 +475,27 @@ __device__ void write_kept(const select_task &t, const crew &c, shared_state &s,
     }
 }
 
-/* Dynamic shared memory: the state, then pool_tokens scores with a window's margins, then the keys
- * of the block's part (unless they are in unit.keys). */
-__global__ void __launch_bounds__(threads, 2)
+/* Dynamic shared memory: the state, in a cluster the slices of its histogram, then pool_tokens
+ * scores with a window's margins, then the keys of the block's part (unless they are in unit.keys).
+ */
+__global__ void __launch_bounds__(max_threads, 2)
     select_tokens(const dkv_cu_block *blocks, const dkv_cu_unit *units, const team *teams,
                   uint32_t cluster, uint32_t pool_tokens)
 {
     extern __shared__ __align__(16) unsigned char memory[];
     shared_state &s = *reinterpret_cast<shared_state *>(memory);
-    float *stage = reinterpret_cast<float *>(&s + 1);
+    unsigned *total = reinterpret_cast<unsigned *>(&s + 1);
+    float *stage = reinterpret_cast<float *>(total + (cluster > 1 ? n_bins : 0));
     const team team = teams[blockIdx.x / cluster];
     const uint32_t place = blockIdx.x % cluster;
     const bool together = team.n_units == 1;
-    const crew c = {together ? cluster : 1, together ? place : 0};
+    const crew c = {together ? cluster : 1, together ? place : 0, total};
     if (!together && place >= team.n_units)
         return;
     const dkv_cu_unit &unit = units[team.first_unit + (together ? 0 : place)];
     if (threadIdx.x == 0)
         s.task = select_task_of(blocks[unit.block], unit);
-    for (int i = threadIdx.x; i < n_bins; i += threads)
+    for (int i = threadIdx.x; i < n_bins; i += blockDim.x)
         s.histogram[i] = 0;
 #if __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize(); /* all above was there before scoring began */
@@ -514,20 +522,22 @@ __global__ void __launch_bounds__(threads, 2)
 struct shape {
     uint32_t cluster;
     uint32_t n_teams;
+    uint32_t threads;
     uint32_t pool_tokens;
     size_t shared_bytes;
 };
 
-size_t shared_bytes_of(uint32_t pool_tokens, uint32_t key_tokens)
+size_t shared_bytes_of(uint32_t cluster, uint32_t pool_tokens, uint32_t key_tokens)
 {
-    return sizeof(shared_state) + (pool_tokens + DKV_KERNEL_MAX + 1) * sizeof(float) +
+    return sizeof(shared_state) + (cluster > 1 ? n_bins * sizeof(unsigned) : 0) +
+           (pool_tokens + DKV_KERNEL_MAX + 1) * sizeof(float) +
            key_tokens * sizeof(unsigned long long);
 }
 
 /* Keys that fit into one block's shared memory, pooled in pieces if need be. */
 uint32_t shared_tokens(const dkv_cu_device *device)
 {
-    const size_t fixed = shared_bytes_of(min_pool_tokens, 0);
+    const size_t fixed = shared_bytes_of(max_cluster, min_pool_tokens, 0);
     return static_cast<uint32_t>((device->shared_bytes_max - fixed) / sizeof(unsigned long long)) &
            ~31u;
 }
@@ -580,7 +590,7 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
         longest = block.n_valid > longest ? block.n_valid : longest;
         n_long += block.n_valid > spread_tokens;
     }
-    shape s = {1, 0, min_pool_tokens, 0};
+    shape s = {1, 0, max_threads, min_pool_tokens, 0};
     const uint32_t fits = shared_tokens(device) < block_tokens ? shared_tokens(device)
                                                                : block_tokens;
     while (s.cluster < device->cluster_max &&
@@ -599,17 +609,20 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
             keys = share;
     }
     while (s.pool_tokens < tokens && s.pool_tokens < block_tokens &&
-           shared_bytes_of(2 * s.pool_tokens, keys) <=
+           shared_bytes_of(s.cluster, 2 * s.pool_tokens, keys) <=
                static_cast<size_t>(device->shared_bytes_max / 2 - 1024)) /* two fit */
         s.pool_tokens *= 2;
+    const uint32_t at_once = 2 * static_cast<uint32_t>(device->multiprocessors);
+    if (s.cluster == 1 && longest <= crowd_tokens && wave->n_units > at_once)
+        s.threads = min_threads;
     s.n_teams = make_teams(wave, s.cluster, nullptr);
-    s.shared_bytes = shared_bytes_of(s.pool_tokens, keys);
+    s.shared_bytes = shared_bytes_of(s.cluster, s.pool_tokens, keys);
     return s;
 }
 
 /* `attributes` has room for two. The kernel may be scheduled while the scorer's last blocks still
  * run: it waits for them itself. */
-cudaLaunchConfig_t launch_config(uint32_t n_blocks, uint32_t cluster,
+cudaLaunchConfig_t launch_config(uint32_t n_blocks, uint32_t threads, uint32_t cluster,
                                  cudaLaunchAttribute *attributes)
 {
     attributes[0] = {};
@@ -642,9 +655,9 @@ extern "C" cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device)
     error = cudaFuncSetAttribute(select_tokens, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     for (uint32_t size = max_cluster; error == cudaSuccess && size > 1; size /= 2) {
         int fit = 0;
-        const size_t shared = shared_bytes_of(block_tokens, block_tokens);
+        const size_t shared = shared_bytes_of(size, block_tokens, block_tokens);
         cudaLaunchAttribute attributes[2];
-        cudaLaunchConfig_t config = launch_config(size, size, attributes);
+        cudaLaunchConfig_t config = launch_config(size, max_threads, size, attributes);
         config.dynamicSmemBytes = shared < static_cast<size_t>(device->shared_bytes_max)
                                       ? shared
                                       : device->shared_bytes_max;
@@ -680,7 +693,8 @@ extern "C" cudaError_t dkv_cu_select_launch(const struct dkv_cu_device *device,
 {
     const shape s = shape_of(device, wave);
     cudaLaunchAttribute attributes[2];
-    cudaLaunchConfig_t config = launch_config(s.n_teams * s.cluster, s.cluster, attributes);
+    cudaLaunchConfig_t config = launch_config(s.n_teams * s.cluster, s.threads, s.cluster,
+                                              attributes);
     if (device->waits_for_scores) {
         config.attrs = attributes + (s.cluster > 1 ? 0 : 1);
         config.numAttrs = s.cluster > 1 ? 2 : 1;
