@@ -201,7 +201,7 @@ __device__ bool matches(const select_task &t, const words &decided, const digit 
     const unsigned raw = select_raw_bits(t.scores[i]);
     if (d.word == 1)
         return above >= 32 || (raw ^ decided.raw) >> above == 0;
-    return raw == decided.raw && ((~i & 0x3fffffu) ^ decided.index) >> above == 0;
+    return raw == decided.raw && (above >= 32 || ((~i & 0x3fffffu) ^ decided.index) >> above == 0);
 }
 
 __device__ unsigned digit_of(const select_task &t, const digit &d, unsigned long long key,
