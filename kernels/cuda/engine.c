@@ -143,6 +143,9 @@ static enum dkv_status make_slot(struct dkv_cu_engine *engine, struct dkv_cu_slo
     if (status == DKV_OK)
         status = dkv_cu_check(engine, cudaMalloc((void **)&slot->io_device, DKV_CU_IO_BYTES),
                               "allocating device memory", err);
+    if (status == DKV_OK) /* the gaps between results are copied down as well */
+        status = dkv_cu_check(engine, cudaMemset(slot->io_device, 0, DKV_CU_IO_BYTES),
+                              "clearing device memory", err);
     if (status == DKV_OK)
         status = dkv_cu_check(engine, cudaEventCreateWithFlags(&slot->done, cudaEventDisableTiming),
                               "creating an event", err);

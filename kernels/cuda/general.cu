@@ -80,7 +80,8 @@ __global__ void __launch_bounds__(threads, 2) accumulate(work_list work, bool ro
             const rescale change = !rounded
                                        ? absorb(state[r], terms, lane, static_cast<int>(first_key))
                                    : row < l.rows
-                                       ? absorb_rounded(results[row], block.q_dtype, terms, lane)
+                                       ? absorb_rounded(results[row], block.q_dtype, terms, lane,
+                                                        static_cast<int>(first_key))
                                        : rescale{1.0f, 0.0f, -1};
 #pragma unroll
             for (int c = 0; c < chunks; c++) {
@@ -255,8 +256,6 @@ __global__ void __launch_bounds__(merge_threads) merge(work_list work)
         row_result result = {0.0f, 0.0f, -1, 0.0f};
         if (!alone) {
             result = {top, p, top_key, top_term(block, p, rest, distance, ldexpf(1.0f, exponent))};
-            if (rounds_output(block))
-                result.top_key = -1; /* the published form has no exact term */
         }
         reinterpret_cast<row_result *>(unit.work + l.results)[row] = result;
         if (row == 0)
@@ -266,9 +265,13 @@ __global__ void __launch_bounds__(merge_threads) merge(work_list work)
     }
 }
 
-/* After the second accumulate: the output of rounded probabilities, itself rounded. */
+/* After the second accumulate: the output of rounded probabilities, and the term of the row's
+ * largest key: a - v = (output without it) - (1 - p) v, where a itself may be all rounding error.
+ */
 __global__ void __launch_bounds__(merge_threads) merge_rounded(work_list work)
 {
+    __shared__ float shared[merge_threads / 32];
+    __shared__ float center[DKV_HEAD_DIM_MAX]; /* all 0 here */
     const uint32_t index = find_unit(work, blockIdx.x);
     const dkv_cu_unit &unit = work.units[index];
     const dkv_cu_block &block = work.blocks[unit.block];
@@ -281,11 +284,26 @@ __global__ void __launch_bounds__(merge_threads) merge_rounded(work_list work)
                         sizeof(partial) / sizeof(float);
     float *output = reinterpret_cast<float *>(unit.work + l.output) +
                     static_cast<size_t>(row) * block.v_dim;
+    row_result &result = reinterpret_cast<row_result *>(unit.work + l.results)[row];
+    const float p = dkv_cu_round(result.p_top, block.q_dtype);
+    load_center(block, unit, center);
+    __syncthreads();
+
+    float distance = 0;
     for (uint32_t dim = threadIdx.x; dim < block.v_dim; dim += merge_threads) {
-        float a = 0;
+        float rest = 0;
         for (uint32_t i = 0; i < l.n_ranges; i++)
-            a += sums[static_cast<size_t>(i) * l.rows * l.partial_floats + dim];
-        output[dim] = dkv_cu_round(a, block.q_dtype);
+            rest += sums[static_cast<size_t>(i) * l.rows * l.partial_floats + dim];
+        const float v = result.top_key >= 0 ? value_at(block, unit, center, result.top_key, dim)
+                                            : 0.0f;
+        const float difference = fmaf(p - 1.0f, v, rest);
+        output[dim] = fmaf(p, v, rest);
+        distance = fmaf(difference, difference, distance);
+    }
+    distance = block_sum(distance, shared);
+    if (threadIdx.x == 0 && result.p_top > 0) {
+        const float x = p / (1.0f - p + block.eps) * ldexpf(1.0f, *unit.exponent);
+        result.top_term = x * x * distance;
     }
 }
 

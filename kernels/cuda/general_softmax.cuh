@@ -86,12 +86,15 @@ __device__ rescale absorb(partial &state, float *z, int lane, int first_key)
     return r;
 }
 
-/* The same for the second pass of p_round: the final, rounded probabilities. */
-__device__ rescale absorb_rounded(const row_result &row, uint32_t dtype, float *z, int lane)
+/* The same for the second pass of p_round: the final, rounded probabilities of all keys but the
+ * row's largest. */
+__device__ rescale absorb_rounded(const row_result &row, uint32_t dtype, float *z, int lane,
+                                  int first_key)
 {
     for (int i = 0; i < 2; i++) {
         float &x = z[lane + 32 * i];
-        x = dkv_cu_round(weight(x, row.top) * row.p_top, dtype);
+        const bool left_out = first_key + lane + 32 * i == row.top_key;
+        x = left_out ? 0.0f : dkv_cu_round(weight(x, row.top) * row.p_top, dtype);
     }
     return {1.0f, 0.0f, -1};
 }
