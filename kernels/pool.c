@@ -61,13 +61,15 @@ static void sum_tile(double *DKV_RESTRICT sum_out, double *x, size_t count, uint
     }
 }
 
-/* The raw score stands for the pooled one. */
-static void copy_raw(struct dkv_pool_tile *tile, const float *raw, uint64_t first, size_t from,
-                     size_t to)
+/* The raw score stands for the pooled one: for an average as the sum of a window full of it, which
+ * is exact in double, so that it compares with real sums. */
+static void copy_raw(const struct dkv_pool_spec *spec, struct dkv_pool_tile *tile, const float *raw,
+                     uint64_t first, size_t from, size_t to)
 {
+    const double times = spec->pool == DKV_POOL_AVG ? (double)spec->kernel : 1.0;
     for (size_t i = from; i < to; i++) {
-        tile->pooled[i] = raw[first + i] + 0.0f;
-        tile->sum[i] = (double)tile->pooled[i];
+        tile->sum[i] = (double)(raw[first + i] + 0.0f) * times;
+        tile->pooled[i] = (float)tile->sum[i];
     }
 }
 
@@ -78,7 +80,7 @@ void dkv_pool_tile(const struct dkv_pool_spec *spec, const float *raw, uint64_t 
     const uint32_t kernel = spec->kernel;
     assert(count <= DKV_POOL_TILE);
     if (spec->pool == DKV_POOL_NONE || first >= spec->end || last <= spec->begin) {
-        copy_raw(tile, raw, first, 0, count);
+        copy_raw(spec, tile, raw, first, 0, count);
         return;
     }
     assert(kernel % 2 == 1 && kernel <= DKV_KERNEL_MAX);
@@ -95,7 +97,7 @@ void dkv_pool_tile(const struct dkv_pool_spec *spec, const float *raw, uint64_t 
             tile->pooled[i] = (float)tile->sum[i];
     }
     if (first < spec->begin)
-        copy_raw(tile, raw, first, 0, (size_t)(spec->begin - first));
+        copy_raw(spec, tile, raw, first, 0, (size_t)(spec->begin - first));
     if (last > spec->end)
-        copy_raw(tile, raw, first, (size_t)(spec->end - first), count);
+        copy_raw(spec, tile, raw, first, (size_t)(spec->end - first), count);
 }

@@ -17,7 +17,7 @@
 struct dkv_pool_spec {
     enum dkv_pool pool;
     uint32_t kernel; /* odd */
-    uint64_t begin;  /* tokens [begin, end) are pooled; the others keep their raw score */
+    uint64_t begin;  /* tokens [begin, end) are pooled; the others stand for themselves */
     uint64_t end;
 };
 

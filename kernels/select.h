@@ -16,10 +16,11 @@
  * into its neighbours; protected tokens then keep their raw score as the pooled one.
  *
  * The average is kept as a sum in double precision, since the divisor (always the kernel size) is
- * the same for all. Its order of summation is part of the contract, so that every engine gets the
- * same bits: the window of token i, [i - kernel/2, i + kernel/2], is cut from the left into blocks
- * of ascending powers of two, one per set bit of the kernel size; a block of 2p is the sum of its
- * two halves (first + second); the blocks are added from left to right. For kernel 11:
+ * the same for all; a raw score that stands for an average is multiplied by it instead. The order
+ * of summation is part of the contract, so that every engine gets the same bits: the window of
+ * token i, [i - kernel/2, i + kernel/2], is cut from the left into blocks of ascending powers of
+ * two, one per set bit of the kernel size; a block of 2p is the sum of its two halves (first +
+ * second); the blocks are added from left to right. For kernel 11:
  * (x[0] + (x[1] + x[2])) + (((x[3]+x[4]) + (x[5]+x[6])) + ((x[7]+x[8]) + (x[9]+x[10]))).
  *
  * Thread  any; no shared state. Never blocks or allocates.

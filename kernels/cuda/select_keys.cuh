@@ -128,8 +128,9 @@ __device__ inline unsigned long long select_class(const select_task &t, uint32_t
 }
 
 /* Keys of tokens i .. i+3. `window` is where the pooling window of token i starts; scores outside
- * the scope of pooling are 0 there, and such tokens are their own pooled score. Tokens past the end
- * get 0, which is behind everything that can be kept. */
+ * the scope of pooling are 0 there, and such tokens are their own pooled score (for an average,
+ * whose sums are compared, the sum of a window full of it). Tokens past the end get 0, which is
+ * behind everything that can be kept. */
 __device__ inline void select_keys(const select_task &t, uint32_t i, const float *window,
                                    unsigned long long (&key)[4])
 {
@@ -155,7 +156,7 @@ __device__ inline void select_keys(const select_task &t, uint32_t i, const float
         const unsigned long long order = select_class(t, token) << 62;
         if (t.average)
             key[q] = order | select_average_bits(pooled ? select_pooled_sum(window + q, t.kernel)
-                                                        : static_cast<double>(raw));
+                                                        : static_cast<double>(raw) * t.kernel);
         else
             key[q] = order |
                      static_cast<unsigned long long>(select_raw_bits(pooled ? best[q] : raw))

@@ -35,8 +35,10 @@ static double pool_one(const struct dkv_select_spec *spec, const float *x, int64
     const int64_t begin = prefix ? (int64_t)spec->sinks : 0;
     const int64_t end = (int64_t)(prefix ? spec->n - spec->recent : spec->n);
     const int64_t half = spec->kernel / 2;
-    if (spec->pool == DKV_POOL_NONE || i < begin || i >= end)
+    if (spec->pool == DKV_POOL_NONE)
         return (double)x[i];
+    if (i < begin || i >= end) /* the divisor of averages is left out everywhere */
+        return (double)x[i] * (spec->pool == DKV_POOL_AVG ? spec->kernel : 1);
     double result = 0;
     if (spec->pool == DKV_POOL_MAX) {
         for (int64_t j = i - half; j <= i + half; j++)
@@ -290,6 +292,29 @@ static void prefix_scope_keeps_a_sink_from_its_neighbours(void **state)
     assert_memory_equal(keep, want_all, sizeof(want_all));
 }
 
+/* Only masks put a protected token into the prefix, where it has an average to be compared with the
+ * raw scores of the other protected ones. */
+static void an_average_is_compared_with_raw_scores_as_an_average(void **state)
+{
+    (void)state;
+    int32_t keep[2];
+    const float values[] = {0, 2, 2, 2, 0, 1, 3};
+    const uint8_t flags[] = {0, 0, DKV_TOKEN_PROTECTED, 0, 0, 0, 0};
+    struct dkv_select_spec spec = {.pool = DKV_POOL_AVG,
+                                   .kernel = 3,
+                                   .scope = DKV_POOL_SCOPE_PREFIX,
+                                   .n = 7,
+                                   .recent = 1,
+                                   .keep = 1};
+    select_into(&spec, values, flags, keep);
+    assert_int_equal(keep[0], 6); /* 3 is above the average of 2, though not above its sum */
+    spec.recent = 2;
+    spec.keep = 2;
+    select_into(&spec, values, flags, keep);
+    const int32_t want[] = {2, 6};
+    assert_memory_equal(keep, want, sizeof(want));
+}
+
 static void scaling_all_scores_by_a_power_of_two_changes_nothing(void **state)
 {
     (void)state;
@@ -361,6 +386,7 @@ int main(void)
         cmocka_unit_test(minus_zero_equals_zero),
         cmocka_unit_test(protection_beats_any_score_and_lowest_loses_to_any),
         cmocka_unit_test(prefix_scope_keeps_a_sink_from_its_neighbours),
+        cmocka_unit_test(an_average_is_compared_with_raw_scores_as_an_average),
         cmocka_unit_test(scaling_all_scores_by_a_power_of_two_changes_nothing),
         cmocka_unit_test(a_million_tokens_take_linear_time_whatever_the_ties),
     };
