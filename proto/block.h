@@ -45,7 +45,8 @@ struct dkv_page_table {
     uint32_t entry_bytes; /* 4 or 8 */
     enum dkv_place place;
     int64_t mask;       /* applied to each entry; 0 means "all bits" */
-    int64_t null_entry; /* with has_null_entry: marks a page that is not there (vLLM: 0) */
+    int64_t null_entry; /* with has_null_entry: marks a page that is not there (vLLM: 0), whether an
+                           entry equals it as stored or after the mask */
     bool has_null_entry;
 };
 

@@ -12,8 +12,7 @@ static enum dkv_status bad_entry(const struct dkv_reader *reader, uint64_t token
     int64_t entry;
     if (dkv_reader_entry(reader, index, &entry))
         return DKV_OK;
-    if (reader->table != NULL && reader->table->has_null_entry &&
-        entry == reader->table->null_entry)
+    if (reader->table != NULL && dkv_reader_is_null(reader->table, entry))
         return dkv_error_set(err, DKV_E_INVALID,
                              "page_table: entry %llu is the null entry %lld, but %s token %llu "
                              "needs a page in 0..%llu",

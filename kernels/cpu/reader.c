@@ -25,6 +25,12 @@ void dkv_reader_init(struct dkv_reader *reader, const struct dkv_view *view,
     };
 }
 
+bool dkv_reader_is_null(const struct dkv_page_table *table, int64_t stored)
+{
+    const int64_t entry = table->mask != 0 ? stored & table->mask : stored;
+    return table->has_null_entry && (stored == table->null_entry || entry == table->null_entry);
+}
+
 bool dkv_reader_entry(const struct dkv_reader *reader, uint64_t index, int64_t *entry_out)
 {
     const struct dkv_page_table *table = reader->table;
@@ -40,11 +46,12 @@ bool dkv_reader_entry(const struct dkv_reader *reader, uint64_t index, int64_t *
         memcpy(&narrow, (const uint8_t *)table->entries + 4 * index, sizeof(narrow));
         entry = narrow;
     }
+    *entry_out = entry;
+    if (dkv_reader_is_null(table, entry))
+        return false;
     if (table->mask != 0)
         entry &= table->mask;
     *entry_out = entry;
-    if (table->has_null_entry && entry == table->null_entry)
-        return false;
     return entry >= 0 && (uint64_t)entry < reader->entry_limit;
 }
 

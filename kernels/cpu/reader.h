@@ -26,7 +26,10 @@ void dkv_reader_init(struct dkv_reader *reader, const struct dkv_view *view,
                      const struct dkv_page_table *table, uint32_t page_tokens, uint64_t entry_limit,
                      uint32_t head);
 
-/* Entry `index` after the mask; false where it may not be followed. */
+/* Whether an entry, as stored, is the table's null entry. */
+bool dkv_reader_is_null(const struct dkv_page_table *table, int64_t stored);
+
+/* Entry `index` after the mask; false where it may not be followed (a null entry as stored). */
 bool dkv_reader_entry(const struct dkv_reader *reader, uint64_t index, int64_t *entry_out);
 
 /* Pointers to the rows of stored tokens first .. first+n-1. */

@@ -21,7 +21,7 @@ enum dkv_status dkv_cu_bad_entry(const struct dkv_page_table *table, const char 
                                  struct dkv_error *err)
 {
     const int64_t entry = table->mask != 0 ? stored & table->mask : stored;
-    if (table->has_null_entry && stored == table->null_entry)
+    if (table->has_null_entry && (stored == table->null_entry || entry == table->null_entry))
         return dkv_error_set(err, DKV_E_INVALID,
                              "page_table: entry %llu is the null entry %lld, but %ss of its tokens "
                              "are needed from a page in 0..%llu",

@@ -16,8 +16,9 @@ __device__ __forceinline__ long long dkv_cu_entry(const dkv_cu_rows &rows, uint3
 {
     long long entry = rows.entry_bytes == 8 ? static_cast<const long long *>(rows.table)[index]
                                             : static_cast<const int *>(rows.table)[index];
-    const bool null_page = rows.has_null_entry && entry == rows.null_entry;
+    bool null_page = entry == rows.null_entry;
     entry &= rows.mask;
+    null_page = rows.has_null_entry && (null_page || entry == rows.null_entry);
     if (null_page || static_cast<unsigned long long>(entry) >= rows.entry_limit) {
         atomicMin(bad, static_cast<unsigned long long>(index));
         return -1;

@@ -71,7 +71,8 @@ static enum dkv_status page_of(struct dkv_cu_engine *engine, struct table_reader
     }
     const int64_t stored = reader->window[index - reader->first];
     const int64_t entry = table->mask != 0 ? stored & table->mask : stored;
-    const bool null_page = table->has_null_entry && stored == table->null_entry;
+    const bool null_page = table->has_null_entry &&
+                           (stored == table->null_entry || entry == table->null_entry);
     if (null_page || entry < 0 || (uint64_t)entry >= reader->source->entry_limit)
         return dkv_cu_bad_entry(table, reader->source->name, index, stored,
                                 reader->source->entry_limit, err);

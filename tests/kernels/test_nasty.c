@@ -568,7 +568,8 @@ static void probabilities_whose_squares_underflow_still_rank(void **state)
 
 /* ---- page tables ---- */
 
-static void check_entry(int32_t entry, bool has_null, int64_t null_entry, enum dkv_status want)
+static void check_masked_entry(int32_t entry, int64_t mask, bool has_null, int64_t null_entry,
+                               enum dkv_status want)
 {
     struct dkv_case c;
     struct dkv_case_answer got;
@@ -586,6 +587,7 @@ static void check_entry(int32_t entry, bool has_null, int64_t null_entry, enum d
     c.block.table = (struct dkv_page_table){.entries = table,
                                             .n_entries = 8,
                                             .entry_bytes = 4,
+                                            .mask = mask,
                                             .null_entry = null_entry,
                                             .has_null_entry = has_null};
     dkv_case_plan(&c);
@@ -600,6 +602,11 @@ static void check_entry(int32_t entry, bool has_null, int64_t null_entry, enum d
     }
     dkv_case_answer_fini(&got);
     dkv_case_fini(&c);
+}
+
+static void check_entry(int32_t entry, bool has_null, int64_t null_entry, enum dkv_status want)
+{
+    check_masked_entry(entry, 0, has_null, null_entry, want);
 }
 
 static void a_table_entry_out_of_range_is_refused_naming_it(void **state)
@@ -619,6 +626,16 @@ static void a_null_entry_inside_the_valid_range_is_refused(void **state)
     check_entry(2, true, 2, DKV_E_INVALID);
     check_entry(-1, true, -1, DKV_E_INVALID);
     check_entry(2, true, 99, DKV_OK);
+}
+
+/* Null as stored and null after the mask are the same thing: nothing is read through either. */
+static void a_null_entry_is_refused_before_and_behind_the_mask(void **state)
+{
+    (void)state;
+    check_masked_entry(INT32_MIN | 2, INT32_MAX, true, 2, DKV_E_INVALID);
+    check_masked_entry(INT32_MIN | 2, INT32_MAX, true, INT32_MIN | 2, DKV_E_INVALID);
+    check_masked_entry(INT32_MIN | 2, INT32_MAX, true, 99, DKV_OK);
+    check_masked_entry(INT32_MIN | 2, INT32_MAX, false, 2, DKV_OK);
 }
 
 int main(int argc, char **argv)
@@ -648,6 +665,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(probabilities_whose_squares_underflow_still_rank),
         cmocka_unit_test(a_table_entry_out_of_range_is_refused_naming_it),
         cmocka_unit_test(a_null_entry_inside_the_valid_range_is_refused),
+        cmocka_unit_test(a_null_entry_is_refused_before_and_behind_the_mask),
     };
     engine_name = dkv_test_engine_name(argc, argv);
     scorer = dkv_test_engine_open(engine_name, 2);
