@@ -178,6 +178,7 @@ static enum dkv_status fill_blocks(struct dkv_call *call, const struct dropkv_re
     if (status != DKV_OK)
         return status;
     float *next = call->floats;
+    first.query.head_scales = take_floats(&next, r->query.head_scales, r->q_heads);
     first.key.head_scales = take_floats(&next, r->key.head_scales, r->kv_heads);
     first.value.head_scales = take_floats(&next, r->value.head_scales, r->kv_heads);
     first.sink_logits = take_floats(&next, r->sink_logits, r->q_heads);
@@ -219,7 +220,7 @@ enum dkv_status dkv_call_init(struct dkv_call *call_out, const struct dropkv_req
 
     call.blocks = calloc(r.batch, sizeof(call.blocks[0]));
     call.plans = calloc(r.batch, sizeof(call.plans[0]));
-    call.floats = calloc(2 * (size_t)r.kv_heads + r.q_heads, sizeof(call.floats[0]));
+    call.floats = calloc(2 * ((size_t)r.kv_heads + r.q_heads), sizeof(call.floats[0]));
     call.request.blocks = call.blocks;
     call.request.n_blocks = r.batch;
     call.request.want_scores = r.want_scores != 0;

@@ -203,6 +203,36 @@ static void small_vectors_are_copied(void **state)
     dropkv_client_close(client);
 }
 
+/* Powers of two make the same floats either way: one scale, or one for each query head. */
+static void each_query_head_has_its_scale(void **state)
+{
+    (void)state;
+    struct dropkv_client *client = open_client();
+    static uint8_t query8[Q_HEADS * ROWS * DIM];
+    const float halves[Q_HEADS] = {0.5f, 0.5f, 0.5f, 0.5f};
+    const float mixed[Q_HEADS] = {0.5f, 0.5f, 2.0f, 2.0f};
+    const size_t head_bytes = TOKENS * sizeof(float);
+    struct dkv_random random;
+    dkv_random_init(&random, 4);
+    dkv_random_normal(&random, DKV_F8_E4M3, query8, sizeof(query8));
+    struct dropkv_request r = make_request(1);
+    r.query = (struct dropkv_tensor){.data = query8, .dtype = DROPKV_F8_E4M3, .scale = 0.5f};
+    r.want_scores = 1;
+    struct dropkv_result *one = score(client, &r);
+    r.query.scale = 0;
+    r.query.head_scales = halves;
+    struct dropkv_result *each = score(client, &r);
+    r.query.head_scales = mixed;
+    struct dropkv_result *other = score(client, &r);
+    assert_memory_equal(one->scores, each->scores, KV_HEADS * head_bytes);
+    assert_memory_equal(one->scores, other->scores, head_bytes);
+    assert_memory_not_equal(one->scores + TOKENS, other->scores + TOKENS, head_bytes);
+    dropkv_result_free(one);
+    dropkv_result_free(each);
+    dropkv_result_free(other);
+    dropkv_client_close(client);
+}
+
 static void addresses_are_checked(void **state)
 {
     (void)state;
@@ -306,6 +336,7 @@ int main(void)
         cmocka_unit_test(a_deadline_that_passed_is_not_computed),
         cmocka_unit_test(one_bad_sequence_fails_its_request_alone),
         cmocka_unit_test(small_vectors_are_copied),
+        cmocka_unit_test(each_query_head_has_its_scale),
         cmocka_unit_test(addresses_are_checked),
         cmocka_unit_test(synthetic_elements_are_rounded_to_nearest),
         cmocka_unit_test(synthetic_elements_are_normal),
