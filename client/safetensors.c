@@ -281,8 +281,7 @@ static enum dkv_status read_metadata(const json_t *value, struct builder *b, str
     b->has_metadata = true;
     if (!json_is_object(value))
         return dkv_error_set(err, DKV_E_INVALID, "header: __metadata__ is not an object");
-    json_object_foreach((json_t *)(uintptr_t)value, key, text)
-    {
+    json_object_foreach ((json_t *)(uintptr_t)value, key, text) {
         if (!json_is_string(text))
             return dkv_error_set(err, DKV_E_INVALID,
                                  "header: __metadata__ holds a value that is not a string");

@@ -90,8 +90,7 @@ static enum dkv_status read_outputs(const json_t *root, uint64_t binary_bytes,
     size_t i;
     json_t *output;
 
-    json_array_foreach((json_t *)outputs, i, output)
-    {
+    json_array_foreach ((json_t *)outputs, i, output) {
         const json_t *name = json_object_get(output, "name");
         enum dkv_status status;
         if (!json_is_string(name))

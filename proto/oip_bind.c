@@ -25,10 +25,10 @@ static const json_t *data_of(const struct dkv_oip_infer *infer, int input)
     json_t *inputs = json_object_get(infer->document, "inputs"), *element;
     size_t i;
 
-    json_array_foreach(inputs, i,
-                       element) if (strcmp(json_string_value(json_object_get(element, "name")),
-                                           dkv_oip_input_table[input].name) ==
-                                    0) return json_object_get(element, "data");
+    json_array_foreach (inputs, i, element)
+        if (strcmp(json_string_value(json_object_get(element, "name")),
+                   dkv_oip_input_table[input].name) == 0)
+            return json_object_get(element, "data");
     return NULL;
 }
 

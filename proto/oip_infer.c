@@ -57,8 +57,7 @@ static enum dkv_status read_parameters(const json_t *parameters, struct dkv_oip_
     const char *name;
     json_t *json;
 
-    json_object_foreach((json_t *)parameters, name, json)
-    {
+    json_object_foreach ((json_t *)parameters, name, json) {
         struct dkv_value value = {.kind = DKV_VALUE_INT};
         enum dkv_status status = read_value(name, json, &value, err);
 
@@ -159,8 +158,9 @@ static enum dkv_status read_outputs(const json_t *root, struct dkv_oip_infer *in
     size_t i;
     enum dkv_status status = dkv_json_array(root, "request", "outputs", &outputs, err);
 
-    json_array_foreach(outputs, i, output) if (status == DKV_OK)
-        status = read_output(output, infer, binary_output, err);
+    json_array_foreach (outputs, i, output)
+        if (status == DKV_OK)
+            status = read_output(output, infer, binary_output, err);
     if (json_array_size(outputs) == 0)
         for (int o = 0; o < DKV_OIP_OUTPUTS; o++)
             infer->outputs[o] = (struct dkv_oip_wanted){.wanted = true, .binary = binary_output};
@@ -218,8 +218,9 @@ static enum dkv_status read_inputs(const json_t *root, struct dkv_oip_infer *inf
     size_t i;
     enum dkv_status status = dkv_json_array(root, "request", "inputs", &inputs, err);
 
-    json_array_foreach(inputs, i, input) if (status == DKV_OK)
-        status = dkv_oip_tensor_parse(input, infer, &binary_end, err);
+    json_array_foreach (inputs, i, input)
+        if (status == DKV_OK)
+            status = dkv_oip_tensor_parse(input, infer, &binary_end, err);
     if (status != DKV_OK)
         return status;
     for (int n = 0; n < DKV_OIP_INPUTS; n++) {

@@ -166,8 +166,10 @@ enum dkv_status dkv_json_only(const json_t *object, const char *where, const cha
     const char *key;
     json_t *value;
 
-    json_object_foreach((json_t *)object, key, value) if (!listed(key, known)) return dkv_error_set(
-        err, DKV_E_INVALID, "%s: unknown key '%s'", where, dkv_show_name(shown, key));
+    json_object_foreach ((json_t *)object, key, value)
+        if (!listed(key, known))
+            return dkv_error_set(err, DKV_E_INVALID, "%s: unknown key '%s'", where,
+                                 dkv_show_name(shown, key));
     return DKV_OK;
 }
 

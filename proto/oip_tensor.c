@@ -117,7 +117,9 @@ static bool count_numbers(const json_t *json, uint64_t *count)
     }
     if (!json_is_array(json))
         return false;
-    json_array_foreach((json_t *)json, i, element) if (!count_numbers(element, count)) return false;
+    json_array_foreach ((json_t *)json, i, element)
+        if (!count_numbers(element, count))
+            return false;
     return true;
 }
 
@@ -150,7 +152,8 @@ static float *convert(const json_t *json, float *to)
         *to = (float)json_number_value(json);
         return to + 1;
     }
-    json_array_foreach((json_t *)json, i, element) to = convert(element, to);
+    json_array_foreach ((json_t *)json, i, element)
+        to = convert(element, to);
     return to;
 }
 

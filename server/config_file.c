@@ -91,8 +91,7 @@ enum dkv_status dkv_config_load_file(struct dkv_config_state *state, const char 
     if (!json_is_object(root))
         status = dkv_error_set(err, DKV_E_MALFORMED, "config: %.120s is not a JSON object", path);
     else
-        json_object_foreach(root, name, value)
-        {
+        json_object_foreach (root, name, value) {
             status = set_field(state, name, value, err);
             if (status != DKV_OK)
                 break;

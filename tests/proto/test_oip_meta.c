@@ -43,8 +43,9 @@ static bool lists(const json_t *array, const char *text)
 {
     size_t i;
     json_t *element;
-    json_array_foreach((json_t *)array, i,
-                       element) if (strcmp(json_string_value(element), text) == 0) return true;
+    json_array_foreach ((json_t *)array, i, element)
+        if (strcmp(json_string_value(element), text) == 0)
+            return true;
     return false;
 }
 

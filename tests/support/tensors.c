@@ -68,8 +68,7 @@ const char *dkv_tensors_name(const struct dkv_tensors *tensors, size_t i)
 {
     const char *name;
     json_t *entry;
-    json_object_foreach(tensors->header, name, entry)
-    {
+    json_object_foreach (tensors->header, name, entry) {
         if (strcmp(name, "__metadata__") != 0 && i-- == 0)
             return name;
     }
