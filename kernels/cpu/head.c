@@ -9,7 +9,6 @@
 #include <math.h>
 #include <string.h>
 
-#define LOG2E             1.4426950408889634
 #define SPLIT_TOKENS_MIN  4096u
 #define SPLITS_MAX        32u
 #define SPLIT_BYTES_MAX   (1u << 20) /* of all splits' panels, where two fit at all */
@@ -203,7 +202,7 @@ static bool pack_query_pairs(struct dkv_head *head)
 static double logit_factor(const struct dkv_head *head)
 {
     const double cap = head->item->params->logit_softcap;
-    const double unit = cap > 0 ? 1.0 / cap : LOG2E; /* softcap multiplies by cap * log2(e) later */
+    const double unit = cap > 0 ? 1.0 / cap : DKV_LOG2E; /* softcap multiplies by both later */
     return head->item->plan->scale * unit * (double)head->keys.scale;
 }
 
@@ -223,7 +222,7 @@ bool dkv_head_logit(const struct dkv_head *head, uint32_t row, uint64_t token, d
         sum += (double)q * ((double)k + (double)head->key_shift[d]);
     }
     sum *= logit_factor(head) * query_scale(head, row);
-    *logit_out = cap > 0 ? cap * LOG2E * tanh(sum) : sum;
+    *logit_out = cap > 0 ? cap * DKV_LOG2E * tanh(sum) : sum;
     return true;
 }
 

@@ -23,6 +23,8 @@
 #include "kernels/cpu/reader.h"
 #include "kernels/engine.h"
 
+#define DKV_LOG2E 1.4426950408889634 /* logits are in units of log2 */
+
 enum dkv_fault {
     DKV_FAULT_NONE = 0,
     DKV_FAULT_TABLE = 1 << 0,     /* a page table entry may not be followed */

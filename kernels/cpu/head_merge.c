@@ -21,8 +21,6 @@
 #include <math.h>
 #include <string.h>
 
-#define LOG2E 1.4426950408889634
-
 /* Merges the states of one row but for the panels; returns the weight of the key that joins the
  * others, in *loser_out. */
 static float merge_row(struct dkv_split_state *a, const struct dkv_split_state *b, uint32_t r,
@@ -91,7 +89,7 @@ static double sink_logit(const struct dkv_head *head, uint32_t r)
         for (uint32_t d = 0; d < head->dim; d++)
             moved += (double)head->queries[d * head->n_rows + r] * (double)head->key_shift[d];
     }
-    return (double)head->item->block->sink_logits[q_head] * LOG2E +
+    return (double)head->item->block->sink_logits[q_head] * DKV_LOG2E +
            moved * (double)head->query_factor;
 }
 

@@ -13,13 +13,12 @@
 #include <math.h>
 #include <string.h>
 
-#define LOG2E     1.4426950408889634
 #define VALUE_MAX 1e18f
 /* Keys converted at a time, and keys of a tile of pass B: few enough that their floats are still in
  * the first cache level when they are used. Pass A's tile is larger because it touches the whole
  * output panel once per tile. */
 #define CONVERT_KEYS 24u
-#define TILE_B       24u
+#define SCORE_KEYS   24u
 
 static size_t tile_keys(uint64_t first, uint64_t end, size_t most)
 {
@@ -199,7 +198,7 @@ static unsigned open_tile(struct dkv_head *head, const struct dkv_tile *tile, ui
 
     const double cap = head->item->params->logit_softcap;
     if (cap > 0)
-        ops->softcap(tile->logits, n * head->n_rows, (float)(cap * LOG2E));
+        ops->softcap(tile->logits, n * head->n_rows, (float)(cap * DKV_LOG2E));
     if (head->mask)
         hide_masked(head, tile, first, n);
     if (first + n > head->n - head->item->plan->window + 1)
@@ -369,8 +368,8 @@ void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_til
     const void *next[CONVERT_KEYS];
     uint64_t first, end;
     split_range(head, split, &first, &end);
-    for (; first < end; first += TILE_B) {
-        const size_t n = tile_keys(first, end, TILE_B);
+    for (; first < end; first += SCORE_KEYS) {
+        const size_t n = tile_keys(first, end, SCORE_KEYS);
         state->faults |= open_tile(head, tile, first, n, head->value_factor, head->scaled_shift,
                                    NULL);
         if (state->faults != DKV_FAULT_NONE)
