@@ -13,11 +13,12 @@
  *             is rounded to the input type first and a is made of the rounded p, but is not itself
  *             rounded: that reproduces the authors' PyTorch scores in the golden files.
  * One key     a row that sees a single key (whatever its sink logit) adds nothing to any score;
- * that key is protected. nonfinite   error: INVALID for any NaN or Inf in a value that would be
- * used: the query's window rows, and keys and values of valid tokens. mask: a token of a KV head
- * with a non-finite key or value is invisible there, scores 0 and is in the lowest class, protected
- * or not; a non-finite query stays an error, since no token can be blamed. gqa         mean, sum or
- * max over the group's query heads of each head's sum over rows.
+ *             that key is protected.
+ * nonfinite   error: INVALID for any NaN or Inf in a value that would be used: the query's window
+ *             rows, and keys and values of valid tokens. mask: a token of a KV head with a
+ *             non-finite key or value is invisible there, scores 0 and is in the lowest class,
+ *             protected or not; a non-finite query stays an error, since no token can be blamed.
+ * gqa         mean, sum or max over the group's query heads of each head's sum over rows.
  *
  * Owner   dkv_ref_run() allocates the answer, dkv_ref_answer_fini() frees it; a zeroed answer is
  *         empty.

@@ -14,10 +14,12 @@
  * Scoring parameters are request parameters under the names of proto/params.h.
  *
  * Owner   every struct here that has a _fini() is filled by one call and freed by it; zeroed
- * structs are fine for _fini(). Bytes handed in are borrowed for the call only, unless said. Thread
- * any, one at a time per object. Errors  MALFORMED (not JSON, or not the protocol's), INVALID,
- * UNSUPPORTED, TOO_LARGE, NOMEM. Texts hold fixed words, numbers and names made fit by
- * dkv_show_name(); outputs are written only on success.
+ *         structs are fine for _fini(). Bytes handed in are borrowed for the call only, unless
+ *         said.
+ * Thread  any, one at a time per object.
+ * Errors  MALFORMED (not JSON, or not the protocol's), INVALID, UNSUPPORTED, TOO_LARGE, NOMEM.
+ *         Texts hold fixed words, numbers and names made fit by dkv_show_name(); outputs are
+ *         written only on success.
  */
 #ifndef DKV_PROTO_OIP_H
 #define DKV_PROTO_OIP_H

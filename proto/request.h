@@ -41,11 +41,10 @@ struct dkv_plan {
  *
  * Views   strides are not negative (0 repeats a row); every row that a token of the block can have
  *         lies inside `bytes`. With a page table a whole page must fit wherever an entry points,
- * and
- *         *_entry_limit says how far that is; without one the pages are counted exactly.
+ *         and *_entry_limit says how far that is; without one the pages are counted exactly.
  * Scales  finite and above 0, for fp8 only. Keys and values have one type; queries may differ.
  * Budget  k as docs/numerics.md has it. max_keep_tokens is a promise to the caller's buffer: it
- * wins over protection, and over keeping whole a prompt that is no longer than the window.
+ *         wins over protection, and over keeping whole a prompt that is no longer than the window.
  *
  * Errors  INVALID, UNSUPPORTED or TOO_LARGE, naming the field, its value and the allowed range
  *         (and the block, when there are several).

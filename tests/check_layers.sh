@@ -1,5 +1,5 @@
 #!/bin/sh
-# Every folder includes only what the layer table allows (README, "The tree"):
+# Every folder includes only what the layer table allows (CONTRIBUTING.md, "The tree"):
 #
 #   proto    libc and jansson (oip files alone)
 #   kernels  proto's types, block, params and request

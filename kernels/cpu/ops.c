@@ -1,5 +1,6 @@
-/* The table of variants. To add one: a file ops_<isa>.c that includes its simd_<isa>.h and
- * ops_tmpl.c, a row here, and a line in kernels/cpu/meson.build. check_kernels walks this table. */
+/* The table of variants. To add one: simd_<isa>.h with its vectors, ops_<isa>.c that includes it
+ * and the _tmpl.c files, a row here, and a line in kernels/cpu/meson.build. check_kernels walks
+ * this table. */
 #include "kernels/cpu/ops.h"
 
 #include "kernels/cpu/cpu.h"

@@ -49,8 +49,7 @@ typedef void (*dkv_dot_fn)(float *tile, const float *panel, size_t n_rows, const
                            const struct dkv_ahead *ahead);
 
 /* The same with the keys as they are stored, bf16 rows in `src`, and the queries as a panel
- * [dim/2][row] of bf16 pairs. `top_out` as for
- * dkv_load_fn. */
+ * [dim/2][row] of bf16 pairs. `top_out` as for dkv_load_fn. */
 typedef void (*dkv_dot_bf16_fn)(float *tile, const uint32_t *pairs, size_t n_rows,
                                 const void *const *src, size_t n_keys, size_t dim, float factor,
                                 float *top_out, const struct dkv_ahead *ahead);
@@ -72,8 +71,8 @@ typedef void (*dkv_softcap_fn)(float *tile, size_t n, float limit);
  * tile        in: logits of tokens first_key ..; out: 2^(logit - ref) of the others, 0 for best.
  * keep        by how much sums so far shrink because ref grew: 2^(old ref - ref).
  * sum         of the tile's outputs.
- * back, back_key   weight and token of the dethroned key, to be added by the caller; weight 0:
- * none.
+ * back        weight of the dethroned key, to be added by the caller; 0: there is none.
+ * back_key    its token.
  */
 struct dkv_softmax_rows {
     float *best, *ref, *keep, *sum, *back;
