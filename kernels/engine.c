@@ -101,13 +101,15 @@ static bool parse_cuda(const char *name, int *ordinal_out)
 enum dkv_status dkv_engine_find(const char *device_name, const struct dkv_engine_ops **ops_out,
                                 int *device_out, struct dkv_error *err)
 {
+    char shown[DKV_SHOWN_NAME_BYTES];
     int ordinal = 0;
     const struct dkv_engine_ops *ops = NULL;
     if (strcmp(device_name, "cpu") == 0)
         ops = &dkv_engine_cpu;
     else if (!parse_cuda(device_name, &ordinal))
         return dkv_error_set(err, DKV_E_INVALID,
-                             "device: not one of cpu, cuda, cuda:0 .. cuda:1023");
+                             "device: '%s' is not one of cpu, cuda, cuda:0 .. cuda:1023",
+                             dkv_show_name(shown, device_name));
     else if ((ops = cuda_ops(err)) == NULL)
         return DKV_E_UNSUPPORTED;
     *ops_out = ops;

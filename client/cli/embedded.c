@@ -54,13 +54,14 @@ static enum dkv_status read_address(const char *address, char *device, size_t de
         strcpy(device, "cpu");
     if (question == NULL)
         return DKV_OK;
-    char *end;
+    char *end, shown[DKV_SHOWN_NAME_BYTES];
     const char *number = question + strlen("?threads=");
     if (strncmp(question, "?threads=", 9) != 0)
         return dkv_error_set(err, DKV_E_INVALID, "endpoint: only ?threads=N may follow the device");
     const unsigned long threads = strtoul(number, &end, 10);
     if (end == number || *end != '\0' || threads < 1 || threads > 1024)
-        return dkv_error_set(err, DKV_E_INVALID, "endpoint: threads not in 1..1024");
+        return dkv_error_set(err, DKV_E_INVALID, "endpoint: threads '%s' not in 1..1024",
+                             dkv_show_name(shown, number));
     config->threads = (unsigned)threads;
     return DKV_OK;
 }

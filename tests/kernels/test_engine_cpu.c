@@ -13,6 +13,7 @@
 #include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -506,8 +507,12 @@ static void engines_are_found_by_name(void **state)
     assert_ptr_equal(ops, &dkv_engine_cpu);
     static const char *const bad[] = {"",        "gpu",        "cuda:", "cuda:x",
                                       "cuda:-1", "cuda:99999", "cpu0"};
-    for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++)
+    for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++) {
+        char quoted[32];
+        snprintf(quoted, sizeof(quoted), "'%s'", bad[i]);
         assert_int_equal(dkv_engine_find(bad[i], &ops, &device, &err), DKV_E_INVALID);
+        assert_non_null(strstr(err.text, quoted));
+    }
 }
 
 static void the_mask_lowers_the_variant(void **state)
