@@ -37,7 +37,8 @@ extern "C" {
 #define DKV_OIP_HEAD_BYTES_MAX   65536u               /* JSON in front of binary tensors */
 #define DKV_OIP_JSON_BYTES_MAX   (UINT64_C(16) << 20) /* a body that is JSON alone */
 #define DKV_OIP_JSON_VALUES_MAX  2097152u             /* values in it: what bounds parsing memory */
-#define DKV_OIP_JSON_DEPTH_MAX   16u                  /* brackets inside brackets */
+#define DKV_OIP_JSON_MEMBERS_MAX 4096u /* of all its objects: what bounds parsing time */
+#define DKV_OIP_JSON_DEPTH_MAX   16u   /* brackets inside brackets */
 #define DKV_OIP_ID_BYTES_MAX     256u
 #define DKV_OIP_REGION_BYTES_MAX 128u  /* name of a shared memory region */
 #define DKV_OIP_ERROR_BYTES      1024u /* buffer that holds any error body */
@@ -102,7 +103,8 @@ struct dkv_oip_infer {
     uint64_t binary_bytes; /* size of the binary section, as given to the parser */
     uint64_t side_bytes;   /* memory that bind needs beside the binary section; often 0 */
     bool uses_shm;         /* some input or output names a shared memory region */
-    void *document;        /* private: parsed JSON numbers until bind */
+    void *document;        /* private: parsed JSON numbers until settle or bind */
+    void *numbers;         /* private: they as floats, from settle until bind */
 };
 
 /* Reads the JSON part of an infer body. Can be called before the binary section has arrived: all
@@ -118,6 +120,10 @@ struct dkv_oip_infer {
  */
 enum dkv_status dkv_oip_infer_parse(const char *json, size_t json_bytes, uint64_t binary_bytes,
                                     struct dkv_oip_infer *infer_out, struct dkv_error *err);
+
+/* Turns the parsed JSON numbers into floats and frees the document: what bind costs most, ahead of
+ * it, for a thread that has time. Optional; call it at most once, before bind. NOMEM. */
+enum dkv_status dkv_oip_infer_settle(struct dkv_oip_infer *infer, struct dkv_error *err);
 
 /* Where the bytes of a request are. */
 struct dkv_oip_memory {

@@ -6,6 +6,7 @@
  */
 #include "proto/oip_tensor.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #define SIDE_ALIGN 64u
@@ -49,6 +50,8 @@ static enum dkv_status locate(const struct dkv_oip_infer *infer, int input,
     const uint64_t need = dkv_oip_side_need(infer, input);
     const char *given = NULL;
 
+    if (t->source == DKV_OIP_JSON && infer->numbers != NULL)
+        given = (const char *)infer->numbers + (*side - (const char *)memory->side);
     if (t->source == DKV_OIP_BINARY)
         given = (const char *)memory->binary + t->offset;
     if (t->source == DKV_OIP_SHM) {
@@ -64,6 +67,33 @@ static enum dkv_status locate(const struct dkv_oip_infer *infer, int input,
     else if (need > 0)
         dkv_oip_tensor_convert(data_of(infer, input), (float *)(void *)*side);
     *side += need;
+    return DKV_OK;
+}
+
+static void drop_json(struct dkv_oip_infer *infer)
+{
+    json_decref(infer->document);
+    free(infer->numbers);
+    infer->document = NULL;
+    infer->numbers = NULL;
+}
+
+/* The numbers get the places that they will have in the side memory. */
+enum dkv_status dkv_oip_infer_settle(struct dkv_oip_infer *infer, struct dkv_error *err)
+{
+    char *numbers = infer->side_bytes > 0 ? malloc(infer->side_bytes) : NULL;
+    uint64_t offset = 0;
+
+    if (infer->side_bytes > 0 && numbers == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for %llu bytes of JSON numbers",
+                             (unsigned long long)infer->side_bytes);
+    for (int i = 0; i < DKV_OIP_INPUTS; i++) {
+        if (infer->inputs[i].source == DKV_OIP_JSON)
+            dkv_oip_tensor_convert(data_of(infer, i), (float *)(void *)(numbers + offset));
+        offset += dkv_oip_side_need(infer, i);
+    }
+    drop_json(infer);
+    infer->numbers = numbers;
     return DKV_OK;
 }
 
@@ -92,8 +122,7 @@ enum dkv_status dkv_oip_infer_bind(struct dkv_oip_infer *infer, const struct dkv
         if (status != DKV_OK)
             return status;
     }
-    json_decref(infer->document);
-    infer->document = NULL;
+    drop_json(infer);
 
     for (uint32_t b = 0; b < infer->n_blocks; b++)
         blocks_out[b] = (struct dkv_block){

@@ -13,6 +13,7 @@
 #include "proto/oip_tensor.h"
 
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* ---- Request parameters --------------------------------------------------------------------- */
@@ -308,5 +309,6 @@ enum dkv_status dkv_oip_infer_parse(const char *json, size_t json_bytes, uint64_
 void dkv_oip_infer_fini(struct dkv_oip_infer *infer)
 {
     json_decref(infer->document);
+    free(infer->numbers);
     memset(infer, 0, sizeof(*infer));
 }

@@ -79,8 +79,17 @@ static void add_string(struct text *t, const char *string)
 
 /* ---- Outputs -------------------------------------------------------------------------------- */
 
+/* Room is made once for all numbers of a list: growing step by step would copy megabytes and leave
+ * them scattered over the heap. Where the numbers are too many, adding them says so. */
+static void make_room(struct text *t, uint64_t count, size_t bytes_each)
+{
+    if (count <= BODY_BYTES_MAX / 2 / bytes_each)
+        reserve(t, (size_t)count * bytes_each);
+}
+
 static void add_indices(struct text *t, const int32_t *values, uint64_t count)
 {
+    make_room(t, count, sizeof("2097151,") - 1);
     for (uint64_t i = 0; i < count && t->status == DKV_OK; i++)
         add(t, "%s%d", i > 0 ? "," : "", (int)values[i]);
 }
@@ -88,6 +97,7 @@ static void add_indices(struct text *t, const int32_t *values, uint64_t count)
 /* Nine digits bring every float32 back. JSON has no word for NaN or Inf. */
 static void add_scores(struct text *t, const float *values, uint64_t count)
 {
+    make_room(t, count, sizeof("-1.23456789e-38,") - 1);
     for (uint64_t i = 0; i < count && t->status == DKV_OK; i++) {
         if (isfinite(values[i]))
             add(t, "%s%.9g", i > 0 ? "," : "", (double)values[i]);

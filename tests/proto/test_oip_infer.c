@@ -139,6 +139,37 @@ static void json_numbers_become_floats(void **state)
     free(memory.side);
 }
 
+static void settled_numbers_are_bound_like_parsed_ones(void **state)
+{
+    static const char scales[] =
+        "{\"inputs\":["
+        "{\"name\":\"query\",\"shape\":[1,2,1,8],\"datatype\":\"FP32\",\"data\":"
+        "[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16]},"
+        "{\"name\":\"sink_logits\",\"shape\":[2],\"datatype\":\"FP32\",\"data\":[0.5,-0.5]},"
+        "{\"name\":\"value\",\"shape\":[1,1,1,8],\"datatype\":\"BF16\",\"parameters\":{"
+        "\"binary_data_size\":16}},"
+        "{\"name\":\"key\",\"shape\":[1,1,1,8],\"datatype\":\"FP32\",\"data\":[8,7,6,5,4,3,2,1]}]}";
+    _Alignas(64) float sides[2][64] = {{0}};
+    struct dkv_block block;
+    struct dkv_request request;
+    (void)state;
+    for (int settled = 0; settled < 2; settled++) {
+        assert_parses(scales, 16);
+        assert_int_equal(infer.side_bytes, 3 * 64);
+        struct dkv_oip_memory memory = {.binary = scales, .side = sides[settled]};
+        if (settled) {
+            assert_int_equal(dkv_oip_infer_settle(&infer, &err), DKV_OK);
+            assert_null(infer.document);
+        }
+        assert_int_equal(dkv_oip_infer_bind(&infer, &memory, &block, &request, &err), DKV_OK);
+        assert_null(infer.document);
+        assert_null(infer.numbers);
+        assert_ptr_equal(block.value.base, scales);
+        assert_true(((const float *)block.key.base)[0] == 8 && block.sink_logits[1] == -0.5f);
+    }
+    assert_memory_equal(sides[0], sides[1], sizeof(sides[0]));
+}
+
 static void optional_inputs_are_taken(void **state)
 {
     float sinks_and_scales[4 + 2] = {1, 2, 3, 4, 0.5f, 0.25f};
@@ -317,6 +348,12 @@ static void sizes_of_documents_are_bounded(void **state)
         used += (size_t)sprintf(json + used, ",0");
     sprintf(json + used, "]}");
     assert_refused(json, 0, DKV_E_TOO_LARGE, "2097152 values");
+
+    used = (size_t)sprintf(json, "{\"k\":0");
+    for (uint32_t i = 0; i < DKV_OIP_JSON_MEMBERS_MAX; i++)
+        used += (size_t)sprintf(json + used, ",\"k%u\":0", i);
+    sprintf(json + used, "}");
+    assert_refused(json, 0, DKV_E_TOO_LARGE, "4096 members");
     free(json);
 }
 
@@ -511,6 +548,7 @@ int main(void)
         TEST(a_binary_request_is_bound_to_its_bytes),
         TEST(inputs_may_come_in_any_order),
         TEST(json_numbers_become_floats),
+        TEST(settled_numbers_are_bound_like_parsed_ones),
         TEST(optional_inputs_are_taken),
         TEST(an_empty_id_counts_as_none),
         TEST(without_outputs_all_are_wanted),
