@@ -1,6 +1,6 @@
 /* The one path of an inference request:
  *
- *   header   admit: draining? queue full?           -> 503 before the body is sent
+ *   header   admit: our model? draining? queue full? -> 404, 503 before the body is sent
  *   body     progress: JSON part complete -> parse  -> 400 before the tensors are sent
  *   end      bind, gate, outputs allocated, queued; the connection is suspended
  *   job done resume; reply encoded over the job's outputs, which are sent in place
@@ -43,6 +43,13 @@ void dkv_infer_leave(struct dkv_exchange *exchange)
 enum dkv_status dkv_infer_admit(struct dkv_exchange *exchange, struct dkv_error *err)
 {
     struct dkv_server *server = exchange->server;
+    const struct dkv_route_match *match = &exchange->match;
+    if (strcmp(match->model, DKV_OIP_MODEL) != 0)
+        return dkv_error_set(err, DKV_E_NOT_FOUND,
+                             "Request for unknown model: only 'dropkv' is found here");
+    if (*match->version != '\0' && strcmp(match->version, DKV_OIP_MODEL_VERSION) != 0)
+        return dkv_error_set(err, DKV_E_NOT_FOUND,
+                             "Request for unknown model version: 'dropkv' has version 1");
     if (server->draining)
         return dkv_error_set(err, DKV_E_DRAINING, "the server is shutting down");
     if (server->n_accepted >= server->config->max_queue_requests)
@@ -193,12 +200,7 @@ static void submit(struct dkv_exchange *exchange)
 void dkv_handle_infer(struct dkv_exchange *exchange)
 {
     struct dkv_error err = {0};
-    enum dkv_status status = DKV_OK;
-    if (strcmp(exchange->match.model, DKV_OIP_MODEL) != 0)
-        status = dkv_error_set(&err, DKV_E_NOT_FOUND,
-                               "Request for unknown model: only 'dropkv' is found here");
-    if (status == DKV_OK)
-        status = parse_complete_body(exchange, &err);
+    enum dkv_status status = parse_complete_body(exchange, &err);
     if (status == DKV_OK)
         status = prepare(exchange, &err);
     if (status == DKV_OK)

@@ -7,7 +7,8 @@
 
 #include "server/exchange.h"
 
-/* Called when the header has been accepted: may the request come in at all? DRAINING or BUSY. */
+/* Called when the header has been accepted: may the request come in at all? NOT_FOUND for another
+ * model or version, DRAINING or BUSY. */
 enum dkv_status dkv_infer_admit(struct dkv_exchange *exchange, struct dkv_error *err);
 
 /* Called as the body arrives: reads the JSON part once it is complete, so that a bad request costs

@@ -115,6 +115,8 @@ class Answers(unittest.TestCase):
             "window 0": (infer_request(parameters={"window": 0}), 400, "window"),
             "unknown parameter": (infer_request(parameters={"wimdow": 8}), 400, "wimdow"),
             "another model": (request("POST", "/v2/models/other/infer", [length], head + data), 404, "unknown model"),
+            "another version": (request("POST", "/v2/models/dropkv/versions/2/infer", [length], head + data), 404,
+                                "version 1"),
             "head dimension 12": (infer_request(dim=12), 501, "12"),
             "shared memory": (request("POST", "/v2/systemsharedmemory/region/x/register", (), b"{}"), 403, "shared"),
         }
@@ -125,6 +127,12 @@ class Answers(unittest.TestCase):
                 self.assertEqual(list(reply.json()), ["error"])
                 self.assertIn(word, reply.error())
                 self.assertLess(len(reply.body), 1024)
+
+    def test_a_version_may_be_named(self):
+        head, data = infer_body()
+        length = "Inference-Header-Content-Length: %d" % len(head)
+        reply = self.daemon.ask(request("POST", "/v2/models/dropkv/versions/1/infer", [length], head + data))
+        self.assertEqual(reply.status, 200, reply.body)
 
     def test_documents_have_what_clients_read(self):
         stats = self.daemon.get("/v2/models/stats").json()["model_stats"][0]
