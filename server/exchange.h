@@ -17,6 +17,9 @@
 
 #include <microhttpd.h>
 
+struct dkv_answer;
+struct dkv_errand;
+
 struct dkv_exchange {
     struct dkv_server *server;
     struct dkv_conn *conn;
@@ -32,7 +35,8 @@ struct dkv_exchange {
     uint64_t content_length;
     uint64_t received_bytes;
 
-    /* A refusal that waits until the rest of a small body has been read over. */
+    /* A refusal that waits until the rest of a small body has been read over, or until the library
+     * asks again after a resume. */
     unsigned refused_status;
     struct dkv_error refusal;
     const char *allow; /* of a 405 */
@@ -42,13 +46,15 @@ struct dkv_exchange {
     /* What became of it. */
     bool close_after; /* the connection ends with this reply */
     bool replied;
-    bool submitted; /* its job was queued: what comes back in `job` has ended */
+    bool submitted; /* it was suspended for its work: when it is resumed, the work has ended */
     bool suspended;
-    bool gone;            /* the peer has left: no reply */
-    struct dkv_job *job;  /* being prepared, or ended; NULL while the backend has it */
-    struct dkv_job *away; /* the backend has it */
-    bool parsed;          /* the JSON part has been read */
-    bool accepted;        /* counts in server->n_accepted */
+    bool gone;                 /* the peer has left: no reply */
+    struct dkv_job *job;       /* being prepared, or ended; NULL while somebody else has it */
+    struct dkv_job *away;      /* the backend has it */
+    struct dkv_errand *errand; /* has it, or its reply */
+    struct dkv_answer *answer; /* a reply encoded already; it has the job */
+    bool parsed;               /* the JSON part has been read */
+    bool accepted;             /* counts in server->n_accepted */
 };
 
 /* {"error": text}. 401, 405 and 503 get the fields that belong to them. */

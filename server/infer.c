@@ -5,13 +5,19 @@
  *   end      bind, gate, outputs allocated, queued; the connection is suspended
  *   job done resume; reply encoded over the job's outputs, which are sent in place
  *
+ * Reading and writing tensors as JSON numbers takes up to a second, in which the loop could serve
+ * nobody else. So what is long runs as an errand, with the connection suspended already: reading
+ * between the end of the body and `bind`, writing between the end of the job and the resume.
+ *
  * The job is made when the JSON part has been read and owns the body from the end of its reception
  * on. Every request is counted with exactly one outcome: in refuse() for those that never became a
  * queued job, in finish() or gone() for the others.
  */
 #include "server/infer.h"
 
+#include "server/answer.h"
 #include "server/clock.h"
+#include "server/errand.h"
 #include "server/handlers.h"
 #include "server/http.h"
 
@@ -19,6 +25,7 @@
 #include <string.h>
 
 #define REPLY_BYTES_MAX (UINT64_C(1) << 31)
+#define LONG_JSON_BYTES 16384u /* reading more would hold the loop up for too long */
 
 void dkv_infer_count_refusal(struct dkv_exchange *exchange, enum dkv_status status)
 {
@@ -31,6 +38,9 @@ void dkv_infer_release(struct dkv_exchange *exchange)
     dkv_body_release(&exchange->body);
     dkv_job_free(exchange->job);
     exchange->job = NULL;
+    dkv_errand_abandon(exchange->errand);
+    dkv_answer_free(exchange->answer);
+    exchange->answer = NULL;
 }
 
 void dkv_infer_leave(struct dkv_exchange *exchange)
@@ -62,6 +72,19 @@ enum dkv_status dkv_infer_admit(struct dkv_exchange *exchange, struct dkv_error 
     return DKV_OK;
 }
 
+/* Any thread. */
+static enum dkv_status read_json(struct dkv_job *job, const unsigned char *json,
+                                 uint64_t json_bytes, uint64_t binary_bytes, struct dkv_error *err)
+{
+    enum dkv_status status = dkv_oip_infer_parse((const char *)json, (size_t)json_bytes,
+                                                 binary_bytes, &job->infer, err);
+    if (status == DKV_OK && job->infer.uses_shm)
+        status = dkv_error_set(err, DKV_E_DENIED,
+                               "shared memory of HTTP clients is not accepted: send tensors in the "
+                               "body");
+    return status;
+}
+
 /* Reads the JSON part, with `binary_bytes` expected behind it. */
 static enum dkv_status parse(struct dkv_exchange *exchange, uint64_t json_bytes,
                              uint64_t binary_bytes, struct dkv_error *err)
@@ -70,14 +93,7 @@ static enum dkv_status parse(struct dkv_exchange *exchange, uint64_t json_bytes,
     exchange->job = dkv_job_new(&exchange->server->arena);
     if (exchange->job == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "out of memory");
-    enum dkv_status status = dkv_oip_infer_parse((const char *)exchange->body.data,
-                                                 (size_t)json_bytes, binary_bytes,
-                                                 &exchange->job->infer, err);
-    if (status == DKV_OK && exchange->job->infer.uses_shm)
-        status = dkv_error_set(err, DKV_E_DENIED,
-                               "shared memory of HTTP clients is not accepted: send tensors in the "
-                               "body");
-    return status;
+    return read_json(exchange->job, exchange->body.data, json_bytes, binary_bytes, err);
 }
 
 enum dkv_status dkv_infer_progress(struct dkv_exchange *exchange, struct dkv_error *err)
@@ -89,18 +105,38 @@ enum dkv_status dkv_infer_progress(struct dkv_exchange *exchange, struct dkv_err
                  err);
 }
 
-static enum dkv_status parse_complete_body(struct dkv_exchange *exchange, struct dkv_error *err)
+/* Sizes of the JSON part and of what is behind it, of a complete body. */
+static enum dkv_status divide(const struct dkv_exchange *exchange, uint64_t *json_bytes_out,
+                              uint64_t *binary_bytes_out, struct dkv_error *err)
 {
     const uint64_t n_bytes = exchange->body.received_bytes;
-    if (exchange->parsed)
-        return DKV_OK;
     if (exchange->has_json_length && exchange->json_length > n_bytes)
         return dkv_error_set(err, DKV_E_MALFORMED,
                              "Inference-Header-Content-Length: %llu is above the body's %llu bytes",
                              (unsigned long long)exchange->json_length,
                              (unsigned long long)n_bytes);
-    const uint64_t json_bytes = exchange->has_json_length ? exchange->json_length : n_bytes;
-    return parse(exchange, json_bytes, n_bytes - json_bytes, err);
+    *json_bytes_out = exchange->has_json_length ? exchange->json_length : n_bytes;
+    *binary_bytes_out = n_bytes - *json_bytes_out;
+    return DKV_OK;
+}
+
+static void own_body(struct dkv_exchange *exchange)
+{
+    if (exchange->body.pool == NULL)
+        return;
+    exchange->job->body = exchange->body;
+    exchange->body = (struct dkv_body){0};
+}
+
+/* Text takes a multiple of the numbers' size and is made in one piece. */
+static enum dkv_status check_json_outputs(const struct dkv_job *job, struct dkv_error *err)
+{
+    const uint64_t n_numbers = dkv_answer_numbers(job);
+    if (n_numbers <= DKV_OIP_JSON_VALUES_MAX)
+        return DKV_OK;
+    return dkv_error_set(err, DKV_E_TOO_LARGE,
+                         "outputs: %llu JSON numbers are above %u, ask for binary_data",
+                         (unsigned long long)n_numbers, DKV_OIP_JSON_VALUES_MAX);
 }
 
 /* From a parsed head and a received body to a job that is ready to run. */
@@ -108,11 +144,10 @@ static enum dkv_status prepare(struct dkv_exchange *exchange, struct dkv_error *
 {
     struct dkv_job *job = exchange->job;
     struct dkv_oip_memory memory = {0};
-    const uint64_t json_bytes = exchange->has_json_length ? exchange->json_length
-                                                          : exchange->body.received_bytes;
 
-    job->body = exchange->body;
-    exchange->body = (struct dkv_body){0};
+    own_body(exchange);
+    const uint64_t json_bytes = exchange->has_json_length ? exchange->json_length
+                                                          : job->body.received_bytes;
     memory.binary = job->body.data + json_bytes;
     if (job->infer.side_bytes > 0) {
         if (dkv_job_add_side(job, job->infer.side_bytes, err) != DKV_OK)
@@ -126,6 +161,8 @@ static enum dkv_status prepare(struct dkv_exchange *exchange, struct dkv_error *
         status = dkv_request_validate(&job->request, job->plans, err);
     if (status == DKV_OK)
         status = dkv_job_prepare(job, REPLY_BYTES_MAX, err);
+    if (status == DKV_OK)
+        status = check_json_outputs(job, err);
     return status;
 }
 
@@ -134,7 +171,13 @@ static void refuse_with(struct dkv_exchange *exchange, unsigned http_status,
 {
     dkv_infer_count_refusal(exchange, err->status);
     dkv_infer_release(exchange);
-    dkv_reply_error(exchange, http_status, err->text);
+    if (!exchange->suspended) {
+        dkv_reply_error(exchange, http_status, err->text);
+        return;
+    }
+    exchange->refused_status = http_status;
+    exchange->refusal = *err;
+    dkv_http_resume(exchange);
 }
 
 static void refuse(struct dkv_exchange *exchange, const struct dkv_error *err)
@@ -170,9 +213,11 @@ static void on_done(struct dkv_job *job, void *owner)
 {
     struct dkv_exchange *exchange = owner;
     exchange->away = NULL;
-    exchange->job = job;
     dkv_job_release_inputs(job);
     count_batch(&exchange->server->metrics, job);
+    if (job->status == DKV_OK && dkv_answer_begin(exchange, job))
+        return;
+    exchange->job = job;
     dkv_http_resume(exchange);
 }
 
@@ -194,128 +239,117 @@ static void submit(struct dkv_exchange *exchange)
     }
     exchange->job = NULL;
     exchange->away = job;
-    dkv_http_suspend(exchange);
+    if (!exchange->suspended)
+        dkv_http_suspend(exchange);
 }
 
-void dkv_handle_infer(struct dkv_exchange *exchange)
+/* From a read JSON part on. */
+static void go_on(struct dkv_exchange *exchange)
 {
     struct dkv_error err = {0};
-    enum dkv_status status = parse_complete_body(exchange, &err);
-    if (status == DKV_OK)
-        status = prepare(exchange, &err);
-    if (status == DKV_OK)
+    if (prepare(exchange, &err) == DKV_OK)
         submit(exchange);
     else
         refuse(exchange, &err);
 }
 
-struct outgoing {
-    struct dkv_oip_reply reply;
-    struct dkv_job *job; /* owns what the reply's segments point at */
+/* A JSON part that is read as an errand, with its body and its job. */
+struct reading {
+    struct dkv_errand errand;
+    struct dkv_job *job;
+    uint64_t json_bytes, binary_bytes;
+    uint64_t deadline_ns; /* of the request, as far as is known without reading it */
+    enum dkv_status status;
+    struct dkv_error error;
 };
 
-static void free_outgoing(void *argument)
+/* Pool thread. */
+static void read_long(struct dkv_errand *errand)
 {
-    struct outgoing *outgoing = argument;
-    dkv_oip_reply_fini(&outgoing->reply);
-    dkv_job_free(outgoing->job);
-    free(outgoing);
-}
-
-/* A response over the reply's own memory: nothing is copied. Takes `outgoing`, also on failure. */
-static struct MHD_Response *response_over(struct outgoing *outgoing)
-{
-    const struct dkv_oip_reply *reply = &outgoing->reply;
-    struct MHD_IoVec parts[1 + DKV_OIP_OUTPUTS];
-    unsigned n_parts = 0;
-    parts[n_parts++] = (struct MHD_IoVec){reply->head.bytes, reply->head.n_bytes};
-    for (unsigned i = 0; i < reply->n_segments; i++)
-        if (reply->segments[i].n_bytes > 0)
-            parts[n_parts++] = (struct MHD_IoVec){reply->segments[i].bytes,
-                                                  (size_t)reply->segments[i].n_bytes};
-    struct MHD_Response *response = MHD_create_response_from_iovec(parts, n_parts, free_outgoing,
-                                                                   outgoing);
-    if (response == NULL) {
-        free_outgoing(outgoing);
-        return NULL;
+    struct reading *reading = (struct reading *)errand;
+    struct dkv_job *job = reading->job;
+    struct dkv_error *err = &reading->error;
+    if (dkv_clock_ns() > reading->deadline_ns) {
+        reading->status = dkv_error_set(err, DKV_E_TIMEOUT,
+                                        "the deadline passed before the work started");
+        return;
     }
-    char length[24];
-    snprintf(length, sizeof(length), "%zu", reply->head.n_bytes);
-    if (reply->binary_bytes > 0)
-        MHD_add_response_header(response, DKV_OIP_HEADER, length);
-    MHD_add_response_header(response, MHD_HTTP_HEADER_CONTENT_TYPE,
-                            reply->binary_bytes > 0 ? "application/octet-stream"
-                                                    : "application/json");
-    return response;
+    reading->status = read_json(job, job->body.data, reading->json_bytes, reading->binary_bytes,
+                                err);
+    if (reading->status == DKV_OK)
+        reading->status = dkv_oip_infer_settle(&job->infer, err);
+    dkv_errand_tidy(); /* the parser's tree is gone */
 }
 
-static void count_answer(struct dkv_exchange *exchange, const struct dkv_job *job,
-                         uint64_t output_ns)
+static void on_read(struct dkv_errand *errand, struct dkv_exchange *exchange)
 {
-    struct dkv_metrics *metrics = &exchange->server->metrics;
-    const struct dkv_timing timing = {
-        .total_ns = dkv_clock_ns() - exchange->started_ns,
-        .queue_ns = job->started_ns - job->queued_ns,
-        .input_ns = job->queued_ns - exchange->started_ns,
-        .compute_ns = job->finished_ns - job->started_ns,
-        .output_ns = output_ns,
-    };
-    metrics->stats.inference_count += job->request.n_blocks;
-    metrics->degraded += job->degraded;
-    metrics->tokens_in += job->n_scored_tokens;
-    metrics->tokens_kept += job->n_keep;
-    dkv_metrics_request(metrics, DKV_OUTCOME_OK, &timing);
+    struct reading *reading = (struct reading *)errand;
+    if (exchange == NULL) {
+        dkv_job_free(reading->job);
+    } else {
+        exchange->job = reading->job;
+        if (reading->status == DKV_OK)
+            go_on(exchange);
+        else
+            refuse(exchange, &reading->error);
+    }
+    free(reading);
 }
 
-static enum dkv_status encode(struct dkv_exchange *exchange, struct outgoing *outgoing,
-                              struct dkv_error *err)
+static enum dkv_status start_reading(struct dkv_exchange *exchange, uint64_t json_bytes,
+                                     uint64_t binary_bytes, struct dkv_error *err)
 {
-    const struct dkv_job *job = outgoing->job;
-    const struct dkv_oip_result result = {
-        .n_blocks = job->request.n_blocks,
-        .kv_heads = job->kv_heads,
-        .keep_tokens = job->keep_tokens,
-        .n_tokens = job->n_tokens,
-        .keep = job->keep,
-        .scores = job->scores,
-        .backend = job->backend != NULL ? job->backend : exchange->server->facts.backend,
-        .window = job->window,
-        .degraded = job->degraded,
-    };
-    return dkv_oip_reply_encode(&job->infer, &result, &outgoing->reply, err);
+    struct dkv_server *server = exchange->server;
+    struct reading *reading = calloc(1, sizeof(*reading));
+    exchange->job = dkv_job_new(&server->arena);
+    if (reading == NULL || exchange->job == NULL) {
+        free(reading);
+        return dkv_error_set(err, DKV_E_NOMEM, "out of memory");
+    }
+    own_body(exchange);
+    reading->job = exchange->job;
+    reading->json_bytes = json_bytes;
+    reading->binary_bytes = binary_bytes;
+    reading->deadline_ns = dkv_clock_ns() + server->config->request_timeout_ms * 1000000u;
+    exchange->job = NULL;
+    exchange->parsed = true;
+    dkv_http_suspend(exchange);
+    dkv_errand_start(&reading->errand, server->loop, exchange, read_long, on_read);
+    return DKV_OK;
 }
 
-static void reply_answer(struct dkv_exchange *exchange)
+void dkv_handle_infer(struct dkv_exchange *exchange)
 {
     struct dkv_error err = {0};
-    const uint64_t began_ns = dkv_clock_ns();
-    struct outgoing *outgoing = calloc(1, sizeof(*outgoing));
-    if (outgoing == NULL) {
-        dkv_error_set(&err, DKV_E_NOMEM, "out of memory");
-        refuse(exchange, &err);
-        return;
+    uint64_t json_bytes = 0, binary_bytes = 0;
+    enum dkv_status status = DKV_OK;
+    if (!exchange->parsed) {
+        status = divide(exchange, &json_bytes, &binary_bytes, &err);
+        if (status == DKV_OK && json_bytes > LONG_JSON_BYTES)
+            status = start_reading(exchange, json_bytes, binary_bytes, &err);
+        else if (status == DKV_OK)
+            status = parse(exchange, json_bytes, binary_bytes, &err);
     }
-    outgoing->job = exchange->job;
-    if (encode(exchange, outgoing, &err) != DKV_OK) {
-        free(outgoing);
+    if (status != DKV_OK)
         refuse(exchange, &err);
-        return;
-    }
-    exchange->job = NULL; /* now the reply's */
-    count_answer(exchange, outgoing->job, dkv_clock_ns() - began_ns);
-    const uint64_t n_bytes = outgoing->reply.head.n_bytes + outgoing->reply.binary_bytes;
-    dkv_reply_response(exchange, 200, response_over(outgoing), n_bytes);
+    else if (exchange->errand == NULL)
+        go_on(exchange);
 }
 
 void dkv_infer_finish(struct dkv_exchange *exchange)
 {
-    struct dkv_job *job = exchange->job;
-    if (job->status == DKV_OK)
-        reply_answer(exchange);
+    struct dkv_error err = {0};
+    enum dkv_status status;
+    if (exchange->answer != NULL)
+        status = dkv_answer_send(exchange, &err);
+    else if (exchange->job->status == DKV_OK)
+        status = dkv_error_set(&err, DKV_E_NOMEM, "out of memory");
     else {
-        const struct dkv_error err = job->error;
-        refuse(exchange, &err);
+        err = exchange->job->error;
+        status = err.status;
     }
+    if (status != DKV_OK)
+        refuse(exchange, &err);
 }
 
 /* A job that ends after its peer has left: only its memory is of interest. */
@@ -333,6 +367,7 @@ void dkv_infer_gone(struct dkv_exchange *exchange)
     exchange->away = NULL;
     dkv_infer_count_refusal(exchange, DKV_E_CANCELLED);
     dkv_infer_leave(exchange);
+    dkv_errand_abandon(exchange->errand);
     if (job != NULL) {
         job->done = on_done_orphan;
         job->owner = exchange->server;

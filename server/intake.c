@@ -184,7 +184,7 @@ bool dkv_intake_finish(struct dkv_exchange *exchange)
         dkv_reply_error(exchange, exchange->refused_status, exchange->refusal.text);
     else if (exchange->gone)
         return false;
-    else if (exchange->job != NULL && exchange->submitted)
+    else if (exchange->submitted)
         dkv_infer_finish(exchange);
     else
         exchange->match.route->handler(exchange);

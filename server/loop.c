@@ -8,6 +8,7 @@
  * and Connection: close) rather than a refused connection. "At once" means _exit(): a
  * worker may be in the middle of a batch that nobody may wait for, and ends with this process.
  */
+#include "server/errand.h"
 #include "server/http.h"
 #include "server/server.h"
 
@@ -194,6 +195,7 @@ int dkv_server_run(const struct dkv_config *config)
     signal(SIGPIPE, SIG_IGN);
     if (*config->cpu_mask != '\0')
         setenv("DKV_CPU_MASK", config->cpu_mask, 1);
+    dkv_errand_init();
     uv_loop_init(&life.loop);
     life.server.loop = &life.loop;
     uv_timer_init(&life.loop, &life.drain_timer);

@@ -25,6 +25,23 @@ OCCUPANT = {"tokens": 16384, "q_heads": 8, "kv_heads": 1, "dim": 128, "rows": 64
             "parameters": {"window": 64, "keep_tokens": 64}}
 
 
+def long_json(tokens=100000, dim=8, output="keep_indices"):
+    """A request of 1.6 million numbers as JSON."""
+    def tensor(name, shape):
+        count = shape[1] * shape[2] * shape[3]
+        return '{"name":"%s","datatype":"FP32","shape":%s,"data":[%s]}' % (
+            name, shape, ",".join(["1", "0.5"] * (count // 2)))
+
+    inputs = [tensor("query", [1, 1, 1, dim]), tensor("key", [1, 1, tokens, dim]), tensor("value", [1, 1, tokens, dim])]
+    outputs = '[{"name":"%s","parameters":{"binary_data":true}}]' % output
+    return request("POST", INFER, (), ('{"inputs":[%s],"outputs":%s}' % (",".join(inputs), outputs)).encode())
+
+
+def long_answer():
+    """A small request whose answer is a million numbers as JSON."""
+    return infer_request(tokens=1000000, q_heads=1, rows=1, binary_output=False, output_names=("scores",))
+
+
 class Occupied:
     """A daemon whose engine is busy with one long request, sent on its own connection."""
 
@@ -128,6 +145,18 @@ class Answers(unittest.TestCase):
                 self.assertIn(word, reply.error())
                 self.assertLess(len(reply.body), 1024)
 
+    def test_an_answer_has_a_most_of_json_numbers(self):
+        tokens = 2097152  # as many scores as are allowed; the kept indices are too much
+        inputs = [{"name": "query", "datatype": "FP32", "shape": [1, 1, 1, 8], "parameters": {"binary_data_size": 32}}]
+        for name in ("key", "value"):
+            inputs.append({"name": name, "datatype": "F8_E4M3", "shape": [1, 1, tokens, 8],
+                           "parameters": {"binary_data_size": 8 * tokens, "scale": 1.0}})
+        head = json.dumps({"inputs": inputs}).encode()
+        reply = self.daemon.ask(request("POST", INFER, ["Inference-Header-Content-Length: %d" % len(head)],
+                                        head + bytes(32 + 16 * tokens)))
+        self.assertEqual(reply.status, 413, reply.body[:200])
+        self.assertIn("binary_data", reply.error())
+
     def test_a_version_may_be_named(self):
         head, data = infer_body()
         length = "Inference-Header-Content-Length: %d" % len(head)
@@ -179,6 +208,63 @@ class Answers(unittest.TestCase):
         while self.daemon.rss_kib() - before > 16 << 10:
             self.assertLess(time.monotonic(), deadline, "%d KiB stay" % (self.daemon.rss_kib() - before))
             self.daemon.metrics()
+
+    def test_long_json_holds_nobody_up(self):
+        """What others wait meanwhile is a small part of what it takes, in one of a few attempts: the machine may
+        be busy with something else."""
+        for name, raw in (("read", long_json()), ("written", long_answer())):
+            shares = []
+            with self.subTest(name), Daemon(DROPKVD, "--threads", "1") as daemon:
+                for _ in range(5):
+                    shares.append(self.longest_wait_during(daemon, raw))
+                    if shares[-1] < 0.25:
+                        break
+                self.assertLess(shares[-1], 0.25, shares)
+
+    def longest_wait_during(self, daemon, raw):
+        """Of requests sent one after the other, as a share of the time that `raw` takes once received."""
+        replies, longest = [], 0.0
+        with daemon.connect() as connection, daemon.connect() as other:
+            connection.sendall(raw)
+            began = time.monotonic()
+            reader = threading.Thread(target=lambda: replies.append(read_reply(connection)))
+            reader.start()
+            while reader.is_alive():
+                sent = time.monotonic()
+                other.sendall(request("GET", "/v2/health/live"))
+                read_reply(other)
+                longest = max(longest, time.monotonic() - sent)
+            reader.join()
+            self.assertEqual(replies[0].status, 200, replies[0].body[:200])
+            return longest / (time.monotonic() - began)
+
+    def test_peers_that_leave_while_long_json_is_read_or_written_do_no_harm(self):
+        with Daemon(DROPKVD, "--threads", "1") as daemon:
+            n_fds, rss_kib = daemon.n_fds(), daemon.rss_kib()
+            for raw in (long_json(), long_answer()):
+                for _ in range(4):
+                    with daemon.connect() as connection:
+                        connection.sendall(raw)
+            daemon.wait_for_metric("dropkv_http_connections", lambda v: v == 1)
+            daemon.wait_for_metric("dropkv_body_bytes", lambda v: v == 0)
+            for raw in (long_json(), long_answer()):
+                self.assertEqual(daemon.ask(raw).status, 200)
+            daemon.wait_for_metric("dropkv_http_connections", lambda v: v == 1)
+            self.assertLessEqual(daemon.n_fds(), n_fds + 4)
+            if not is_sanitized(DROPKVD):
+                deadline = time.monotonic() + 30
+                while daemon.rss_kib() > rss_kib + 8192 and time.monotonic() < deadline:
+                    daemon.metrics()
+                self.assertLess(daemon.rss_kib(), rss_kib + 8192)
+
+    def test_draining_waits_for_long_json(self):
+        for raw in (long_json(), long_answer()):
+            with Daemon(DROPKVD, "--threads", "1") as daemon, daemon.connect() as connection:
+                connection.sendall(raw)
+                daemon.wait_for_metric("dropkv_body_bytes", lambda v: v > 0)
+                daemon.process.send_signal(signal.SIGTERM)
+                self.assertEqual(read_reply(connection).status, 200)
+                self.assertEqual(daemon.wait(), 0)
 
     def test_peers_that_leave_in_the_middle_of_a_reply_do_no_harm(self):
         raw = infer_request(tokens=1 << 16, dim=8, q_heads=1, rows=1, binary_output=False,
