@@ -150,12 +150,12 @@ enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct 
     if (n_bytes > max_bytes)
         return dkv_error_set(err, DKV_E_TOO_LARGE, "reply: %llu bytes are above %llu",
                              (unsigned long long)n_bytes, (unsigned long long)max_bytes);
-    job->keep = dkv_arena_alloc(job->arena, (job->n_keep + 1) * sizeof(*job->keep));
-    if (job->n_scores > 0)
-        job->scores = dkv_arena_alloc(job->arena, job->n_scores * sizeof(*job->scores));
-    if (job->keep == NULL || (job->n_scores > 0 && job->scores == NULL))
+    job->keep = dkv_arena_alloc(job->arena, n_bytes + 1);
+    if (job->keep == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a reply of %llu bytes",
                              (unsigned long long)n_bytes);
+    if (job->n_scores > 0)
+        job->scores = (float *)(void *)(job->keep + job->n_keep);
     return describe(job, err);
 }
 
@@ -204,11 +204,10 @@ void dkv_job_free(struct dkv_job *job)
 {
     if (job == NULL)
         return;
-    const uint64_t keep_bytes = (job->n_keep + 1) * sizeof(*job->keep);
-    const uint64_t scores_bytes = job->n_scores * sizeof(*job->scores);
+    const uint64_t n_bytes = job->n_keep * sizeof(*job->keep) +
+                             job->n_scores * sizeof(*job->scores) + 1;
     dkv_job_release_inputs(job);
     dkv_oip_infer_fini(&job->infer);
-    dkv_arena_free(job->arena, job->keep, keep_bytes, keep_bytes);
-    dkv_arena_free(job->arena, job->scores, scores_bytes, scores_bytes);
+    dkv_arena_free(job->arena, job->keep, n_bytes, n_bytes);
     free(job);
 }

@@ -46,7 +46,8 @@ struct dkv_job {
     struct dkv_link_job *descriptor; /* [descriptor_bytes], in the arena: what a worker reads */
     uint64_t descriptor_bytes;
 
-    /* Outputs of all blocks, one after the other, in the order of the blocks. In the arena. */
+    /* Outputs of all blocks, one after the other, in the order of the blocks. One range of the
+     * arena, indices first, scores behind them. */
     int32_t *keep;
     float *scores; /* NULL unless asked for */
     uint64_t n_keep;
