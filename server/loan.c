@@ -1,5 +1,10 @@
 /* The addresses that stand for a loan are a mapping without any access: free of charge, and an
- * access by mistake ends the process instead of reading something else. */
+ * access by mistake ends the process instead of reading something else.
+ *
+ * A sealed file that has holes is treated like a loose one: to read a hole through a mapping takes
+ * a page, and on our account, so a terabyte of holes, which costs its owner nothing, would cost us
+ * a terabyte. Holes can be punched later, but then their owner had the pages first.
+ */
 #include "server/loan.h"
 
 #include "proto/memfd.h"
@@ -7,7 +12,16 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
+
+#define BLOCK_BYTES 512u /* of st_blocks */
+
+static bool has_all_pages(int fd, uint64_t bytes)
+{
+    struct stat st;
+    return fstat(fd, &st) == 0 && (uint64_t)st.st_blocks >= bytes / BLOCK_BYTES;
+}
 
 enum dkv_status dkv_loan_new(int fd, uint64_t offset, uint64_t bytes, struct dkv_loan **loan_out,
                              struct dkv_error *err)
@@ -26,7 +40,8 @@ enum dkv_status dkv_loan_new(int fd, uint64_t offset, uint64_t bytes, struct dkv
     *loan = (struct dkv_loan){.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0),
                               .offset = offset,
                               .bytes = bytes,
-                              .loose = info.kind != DKV_MEMFD_SEALED};
+                              .loose = info.kind != DKV_MEMFD_SEALED ||
+                                       !has_all_pages(fd, info.bytes)};
     void *base = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     loan->base = base != MAP_FAILED ? base : NULL;
     if (loan->fd < 0 || loan->base == NULL) {

@@ -2,7 +2,7 @@
  *
  * The front never maps it. It reserves as many addresses as the loan has bytes, which nobody can
  * read: a block of a job points into them as if the memory were there, and the link turns such a
- * pointer into (loan, offset). A sealed memfd is mapped by the workers; what its owner can resize
+ * pointer into (loan, offset). A sealed memfd without holes is mapped by the workers; another one
  * is read by pread() into the worker's own memory, since reading a mapping of it could fault.
  *
  * The loan lasts until the last job that names it has ended, whatever its owner did, and every
@@ -39,7 +39,7 @@ struct dkv_loan {
     int fd;          /* our own */
     uint64_t offset; /* of the file */
     uint64_t bytes;
-    bool loose;       /* its owner can resize it: pread() only */
+    bool loose;       /* its owner can resize it, or it has holes: pread() only */
     const void *base; /* addresses that stand for it */
     unsigned n_jobs;
     uint32_t attaching; /* bit d: device d has not answered ATTACH */

@@ -133,19 +133,38 @@ static enum dkv_status fetch(struct dkv_held *held, uint64_t offset, uint64_t by
     return dkv_memfd_read(held->fd, held->offset + offset, held->base + offset, bytes, err);
 }
 
-/* `rows` rows of every head from `offset` on: all at once if they lie within each other's gaps,
- * head by head if the heads are far apart. */
+/* n stretches of `bytes`, `stride` apart. Gaps up to their own size are read along, since a call
+ * costs more; larger ones are not, since they may be all there is: a file of holes is free to its
+ * owner and becomes memory here. */
+static enum dkv_status fetch_stretches(struct dkv_held *held, uint64_t offset, uint64_t n,
+                                       uint64_t stride, uint64_t bytes, struct dkv_error *err)
+{
+    enum dkv_status status = DKV_OK;
+    if (stride <= 2 * bytes)
+        return fetch(held, offset, (n - 1) * stride + bytes, err);
+    for (uint64_t i = 0; status == DKV_OK && i < n; i++)
+        status = fetch(held, offset + i * stride, bytes, err);
+    return status;
+}
+
+/* `rows` rows of every head from `offset` on: the closer of the two directions within the other. */
 static enum dkv_status fetch_rows(struct dkv_held *held, uint64_t offset, uint64_t rows,
                                   uint64_t heads, const struct dkv_view *view, uint64_t row_bytes,
                                   struct dkv_error *err)
 {
-    const uint64_t of_head = (rows - 1) * (uint64_t)view->token_stride + row_bytes;
+    const uint64_t token_stride = (uint64_t)view->token_stride;
     const uint64_t head_stride = (uint64_t)view->head_stride;
+    const bool heads_inside = head_stride < token_stride;
+    const uint64_t inner = heads_inside ? head_stride : token_stride;
+    const uint64_t outer = heads_inside ? token_stride : head_stride;
+    const uint64_t n_inner = heads_inside ? heads : rows;
+    const uint64_t n_outer = heads_inside ? rows : heads;
+    const uint64_t span = (n_inner - 1) * inner + row_bytes;
     enum dkv_status status = DKV_OK;
-    if (head_stride <= of_head)
-        return fetch(held, offset, (heads - 1) * head_stride + of_head, err);
-    for (uint64_t h = 0; status == DKV_OK && h < heads; h++)
-        status = fetch(held, offset + h * head_stride, of_head, err);
+    if (inner <= 2 * row_bytes)
+        return fetch_stretches(held, offset, n_outer, outer, span, err);
+    for (uint64_t i = 0; status == DKV_OK && i < n_outer; i++)
+        status = fetch_stretches(held, offset + i * outer, n_inner, inner, row_bytes, err);
     return status;
 }
 
