@@ -31,7 +31,7 @@ stop() {
 trap stop EXIT
 trap 'exit 130' INT TERM
 
-build-release/server/dropkvd --http 127.0.0.1:0 --port-file "$run_dir/port" >"$run_dir/log" 2>&1 &
+build-release/server/dropkvd --http 127.0.0.1:0 --socket off --port-file "$run_dir/port" >"$run_dir/log" 2>&1 &
 daemon=$!
 until [ -s "$run_dir/port" ]; do
     kill -0 "$daemon" 2>/dev/null || { echo "quickstart: the daemon did not start" >&2; exit 1; }

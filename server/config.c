@@ -45,6 +45,9 @@ static const char *const log_levels[] = {"error", "warn", "info", "debug", "trac
 
 const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
     TEXT(http, "127.0.0.1:8480", NULL, "Where to listen for HTTP: ADDRESS:PORT, or off"),
+    TEXT(socket, "", NULL,
+         "Path of the local socket, or off; none: $XDG_RUNTIME_DIR/dropkv/dropkvd.sock, else "
+         "/run/dropkv/dropkvd.sock"),
     TEXT(port_file, "", NULL, "Write the port in use to this file once listening"),
     LIST(device, "cpu", "Device that computes: cpu, or cuda:N; may be given several times"),
     TEXT(cpu_mask, "", NULL, "Instruction sets the CPU engine may use, as DKV_CPU_MASK"),
@@ -331,8 +334,10 @@ enum dkv_status dkv_config_check(const struct dkv_config *config, struct dkv_err
     if (dkv_backend_limits(config, &limits, err) != DKV_OK)
         return DKV_E_INVALID;
     if (strcmp(config->http, "off") == 0)
-        return dkv_error_set(err, DKV_E_INVALID,
-                             "http: 'off' leaves nothing to serve: this version answers HTTP only");
+        return strcmp(config->socket, "off") != 0
+                   ? DKV_OK
+                   : dkv_error_set(err, DKV_E_INVALID,
+                                   "http: 'off' beside socket 'off' leaves nothing to serve");
     struct dkv_listen_address address;
     enum dkv_status status = dkv_listen_parse(config->http, &address, err);
     if (status != DKV_OK)

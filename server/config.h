@@ -18,6 +18,7 @@
 
 struct dkv_config {
     char *http;       /* ADDRESS:PORT or "off" */
+    char *socket;     /* path of the local socket, "" for the default one, "off" for none */
     char *port_file;  /* where to write the port in use; "" for nowhere */
     char *device;     /* "cpu", "cuda:N", or several with commas between */
     char *cpu_mask;   /* "": every instruction set the CPU has */
@@ -77,7 +78,7 @@ struct dkv_config_field {
     bool is_list;               /* DKV_CONFIG_TEXT: arguments add up, with commas between */
 };
 
-#define DKV_CONFIG_FIELDS 37
+#define DKV_CONFIG_FIELDS 38
 
 extern const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS];
 

@@ -11,6 +11,7 @@
 #include "server/errand.h"
 #include "server/http.h"
 #include "server/server.h"
+#include "server/session.h"
 
 #include "server/clock.h"
 
@@ -44,7 +45,8 @@ static void stop_at_once(struct life *life, const char *why)
 static void on_drain_timer(uv_timer_t *timer)
 {
     struct life *life = timer->data;
-    if (dkv_http_is_quiet(life->server.http))
+    if ((life->server.http == NULL || dkv_http_is_quiet(life->server.http)) &&
+        dkv_sessions_are_quiet(life->server.sessions))
         uv_stop(&life->loop);
     else if (dkv_clock_ms() >= life->drain_end_ms)
         stop_at_once(life, "drain_timeout_ms is over");
@@ -60,7 +62,8 @@ static void on_stop_signal(uv_signal_t *handle, int number)
     life->drain_end_ms = dkv_clock_ms() + server->config->drain_timeout_ms;
     dkv_log(DKV_LOG_INFO, "%s: draining, %u requests are being answered",
             number == SIGTERM ? "SIGTERM" : "SIGINT", server->n_accepted);
-    dkv_http_drain(server->http);
+    if (server->http != NULL)
+        dkv_http_drain(server->http);
     uv_timer_start(&life->drain_timer, on_drain_timer, 0, DRAIN_CHECK_MS);
 }
 
@@ -159,13 +162,19 @@ static enum dkv_status start(struct life *life, struct dkv_error *err)
     if (status != DKV_OK)
         return status;
     learn_engine(server);
-    status = dkv_http_open(server, err);
-    if (status == DKV_OK)
+    status = dkv_sessions_open(server, &server->sessions, err);
+    if (status == DKV_OK && strcmp(config->http, "off") != 0)
+        status = dkv_http_open(server, err);
+    if (status == DKV_OK && server->http != NULL)
         status = write_port_file(config->port_file, dkv_http_port(server->http), err);
-    if (status == DKV_OK)
+    if (status != DKV_OK)
+        return status;
+    if (server->sessions != NULL)
+        dkv_log(DKV_LOG_INFO, "listening at %.108s", dkv_sessions_path(server->sessions));
+    if (server->http != NULL)
         dkv_log(DKV_LOG_INFO, "listening on %.64s, port %u", config->http,
                 dkv_http_port(server->http));
-    return status;
+    return DKV_OK;
 }
 
 static void close_handle(uv_handle_t *handle, void *argument)
@@ -179,6 +188,7 @@ static void stop(struct life *life)
 {
     struct dkv_server *server = &life->server;
     dkv_backend_close(server->backend);
+    dkv_sessions_close(server->sessions);
     dkv_http_close(server->http);
     uv_walk(&life->loop, close_handle, NULL);
     uv_run(&life->loop, UV_RUN_DEFAULT);

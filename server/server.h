@@ -14,6 +14,7 @@
 #include "server/metrics.h"
 
 struct dkv_http;
+struct dkv_sessions;
 
 struct dkv_server {
     const struct dkv_config *config;
@@ -25,8 +26,9 @@ struct dkv_server {
     uint64_t max_body_bytes; /* the config's, or less: a body that could never be held is too large,
                                 not a reason to try again */
     struct dkv_backend *backend;
-    struct dkv_http *http;
-    struct dkv_oip_facts facts; /* its strings are in engine_info */
+    struct dkv_http *http;         /* NULL: HTTP is off */
+    struct dkv_sessions *sessions; /* NULL: the local socket is off */
+    struct dkv_oip_facts facts;    /* its strings are in engine_info */
     struct dkv_engine_info engine_info;
     struct dkv_log_limit client_log; /* lines that clients can cause */
     unsigned n_accepted;             /* inference requests accepted and not answered yet */

@@ -125,7 +125,7 @@ static pid_t start_daemon(const char *program, unsigned *port_out)
     pid_t pid = fork();
     if (pid == 0) {
         dup2(ends[1], STDERR_FILENO);
-        execl(program, program, "--http", "127.0.0.1:0", (char *)NULL);
+        execl(program, program, "--http", "127.0.0.1:0", "--socket", "off", (char *)NULL);
         fail(program);
     }
     close(ends[1]);

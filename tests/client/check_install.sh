@@ -57,7 +57,7 @@ fi
 
 # The daemon's log says where it listens.
 mkfifo "$scratch/log"
-"$dropkvd" --http 127.0.0.1:0 2>"$scratch/log" &
+"$dropkvd" --http 127.0.0.1:0 --socket off 2>"$scratch/log" &
 daemon=$!
 port=
 exec 3<"$scratch/log"

@@ -53,7 +53,7 @@ void dkv_test_daemon_start(struct dkv_test_daemon *daemon, const char *program, 
         dup2(log[1], STDERR_FILENO);
         close(log[0]);
         close(log[1]);
-        execl(program, program, "--http", address, (char *)NULL);
+        execl(program, program, "--http", address, "--socket", "off", (char *)NULL);
         _exit(127);
     }
     close(log[1]);

@@ -43,7 +43,7 @@ def start_daemon():
     """A daemon on a free port: (process, "host:port"). It creates the port file when it listens."""
     folder = tempfile.mkdtemp()
     port_file = os.path.join(folder, "port")
-    process = subprocess.Popen([DROPKVD, "--http", "127.0.0.1:0", "--port-file", port_file])
+    process = subprocess.Popen([DROPKVD, "--http", "127.0.0.1:0", "--socket", "off", "--port-file", port_file])
     deadline = time.monotonic() + 60
     while not (os.path.exists(port_file) and os.path.getsize(port_file)):
         if process.poll() is not None or time.monotonic() > deadline:

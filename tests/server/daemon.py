@@ -28,7 +28,7 @@ class Daemon:
 
     def __init__(self, program, *options):
         self.process = subprocess.Popen(
-            [program, "--http", "127.0.0.1:0", *options], stderr=subprocess.PIPE, text=True, bufsize=1
+            [program, "--http", "127.0.0.1:0", "--socket", "off", *options], stderr=subprocess.PIPE, text=True, bufsize=1
         )
         self.log = []
         self._lines = threading.Condition()

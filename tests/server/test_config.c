@@ -153,7 +153,6 @@ static void a_bad_argument_is_named_with_value_and_range(void **unused)
         {"--http=127.0.0.1:65536", {"http", "65536", "ADDRESS:PORT"}},
         {"--http=::1:8480", {"http", "::1:8480", "ADDRESS:PORT"}},
         {"--http=example.org:80", {"http", "example.org", "ADDRESS:PORT"}},
-        {"--http=off", {"http", "off", "HTTP only"}},
         {"--http=0.0.0.0:8480", {"http", "0.0.0.0:8480", "token_file"}},
         {"--http=[::]:8480", {"http", "loopback", "token_file"}},
         {"--config=/nonexistent/x.json", {"config", "/nonexistent/x.json", "No such file"}},
@@ -169,6 +168,17 @@ static void a_bad_argument_is_named_with_value_and_range(void **unused)
                 fail_msg("%s: '%s' lacks '%s'", rows[i].argument, err.text, rows[i].words[w]);
     }
     (void)unused;
+}
+
+static void one_of_http_and_socket_may_be_off(void **unused)
+{
+    (void)unused;
+    assert_int_equal(arguments("--http=off", NULL), DKV_OK);
+    assert_int_equal(arguments("--http=off", "--socket=off"), DKV_E_INVALID);
+    assert_non_null(strstr(err.text, "nothing to serve"));
+    dkv_config_fini(&state);
+    dkv_config_init(&state);
+    assert_int_equal(arguments("--socket=off", NULL), DKV_OK);
 }
 
 static void an_open_address_needs_a_token_file_and_a_proxy(void **unused)
@@ -261,6 +271,7 @@ int main(void)
         TEST(an_argument_overrides_the_file_that_another_names),
         TEST(units_multiply),
         TEST(a_bad_argument_is_named_with_value_and_range),
+        TEST(one_of_http_and_socket_may_be_off),
         TEST(an_open_address_needs_a_token_file_and_a_proxy),
         TEST(a_bad_file_is_refused),
         TEST(what_is_printed_reads_back_the_same),

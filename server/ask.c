@@ -1,0 +1,472 @@
+/* From a message to blocks. Everything here is arithmetic on what the message and the registered
+ * objects say; the gate judges the result, and only what the gate never sees is judged here: that
+ * numbers name objects, that a table or a ring lies inside its region, that an output has room.
+ *
+ * Blocks point into the addresses that stand for a region (server/loan.h); nothing is read here.
+ */
+#include "server/ask.h"
+
+#include "server/clock.h"
+
+#include <inttypes.h>
+#include <stdlib.h>
+
+#define REPLY_BYTES_MAX (UINT64_C(1) << 31)
+
+struct dkv_ask *dkv_ask_new(struct dkv_session *session, uint64_t id)
+{
+    struct dkv_ask *ask = calloc(1, sizeof(*ask));
+    if (ask == NULL)
+        return NULL;
+    ask->session = session;
+    ask->server = session->all->server;
+    ask->id = id;
+    ask->started_ns = dkv_clock_ns();
+    dkv_list_init(&ask->node);
+    dkv_list_init(&ask->fence.node);
+    ask->job = dkv_job_new(&ask->server->arena);
+    if (ask->job == NULL) {
+        free(ask);
+        return NULL;
+    }
+    return ask;
+}
+
+void dkv_ask_let_go(struct dkv_ask *ask)
+{
+    const uint32_t n = ask->n_regions;
+    ask->n_regions = 0;
+    for (uint32_t i = 0; i < n; i++)
+        dkv_region_unuse(ask->regions[i]);
+    dkv_body_release(&ask->rows);
+    dkv_body_release(&ask->job->body);
+    dkv_cache_unref(ask->cache);
+    ask->cache = NULL;
+}
+
+void dkv_ask_free(struct dkv_ask *ask)
+{
+    if (ask == NULL)
+        return;
+    dkv_fence_drop(&ask->fence);
+    dkv_list_remove(&ask->node);
+    dkv_ask_let_go(ask);
+    dkv_job_free(ask->job);
+    free(ask->rings);
+    free(ask->regions);
+    free(ask);
+}
+
+/* ---- what the message names ---- */
+
+/* A region of that number, in use by this request from now on. */
+static enum dkv_status use_region(struct dkv_ask *ask, uint32_t number, const char *what,
+                                  struct dkv_region **region_out, struct dkv_error *err)
+{
+    struct dkv_region *region = dkv_slots_find(&ask->session->regions, number);
+    if (region == NULL)
+        return dkv_error_set(err, DKV_E_NOT_FOUND, "%s: region %u does not exist", what, number);
+    if (!region->attached)
+        return dkv_error_set(err, DKV_E_NOT_FOUND, "%s: region %u is detached", what, number);
+    *region_out = region;
+    for (uint32_t i = 0; i < ask->n_regions; i++)
+        if (ask->regions[i] == region)
+            return DKV_OK;
+    ask->regions[ask->n_regions++] = region; /* there are places for as many as can exist */
+    dkv_region_use(region);
+    return DKV_OK;
+}
+
+static enum dkv_status make_view(struct dkv_ask *ask, const struct dkv_wire_view *wire,
+                                 const char *what, struct dkv_view *view_out, struct dkv_error *err)
+{
+    const struct dkv_body *bulk = &ask->job->body;
+    struct dkv_region *region = NULL;
+    *view_out = (struct dkv_view){
+        .base = bulk->data, /* NULL, which the gate refuses, if there is no bulk */
+        .bytes = bulk->received_bytes,
+        .offset = wire->offset,
+        .page_stride = wire->page_stride,
+        .token_stride = wire->token_stride,
+        .head_stride = wire->head_stride,
+        .dtype = (enum dkv_dtype)wire->dtype,
+        .place = DKV_PLACE_HOST,
+        .scale = wire->scale,
+    };
+    if (wire->region == 0)
+        return DKV_OK;
+    enum dkv_status status = use_region(ask, wire->region, what, &region, err);
+    if (status == DKV_OK) {
+        view_out->base = dkv_region_base(region);
+        view_out->bytes = region->bytes;
+    }
+    return status;
+}
+
+/* A page table as both kinds of request describe it. */
+struct table {
+    uint32_t region, entries;
+    uint64_t offset, mask;
+    int64_t null_entry;
+    uint8_t kind, entry_bytes;
+    bool has_null;
+};
+
+static enum dkv_status make_table(struct dkv_ask *ask, const struct table *wire,
+                                  struct dkv_block *block, struct dkv_error *err)
+{
+    const uint8_t *base = ask->job->body.data;
+    uint64_t room = ask->job->body.received_bytes;
+    struct dkv_region *region = NULL;
+    enum dkv_status status = DKV_OK;
+    if (wire->kind == DKV_WIRE_TABLE_NONE)
+        return DKV_OK;
+    if (block->page_tokens == 0)
+        return dkv_error_set(err, DKV_E_INVALID, "page table: page_tokens is 0");
+    if (wire->kind == DKV_WIRE_TABLE_REGION) {
+        status = use_region(ask, wire->region, "page table", &region, err);
+        if (status != DKV_OK)
+            return status;
+        base = dkv_region_base(region);
+        room = region->bytes;
+    }
+    if (!dkv_range_fits(wire->offset, (uint64_t)wire->entries * wire->entry_bytes, room))
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "page table: %u entries of %u bytes at %" PRIu64
+                             " are not within %" PRIu64,
+                             wire->entries, wire->entry_bytes, wire->offset, room);
+    block->table = (struct dkv_page_table){
+        .entries = base + wire->offset,
+        .n_entries = wire->entries,
+        .entry_bytes = wire->entry_bytes,
+        .place = DKV_PLACE_HOST,
+        .mask = (int64_t)wire->mask,
+        .null_entry = wire->null_entry,
+        .has_null_entry = wire->has_null,
+    };
+    return DKV_OK;
+}
+
+static enum dkv_status take_fence(struct dkv_ask *ask, const struct dkv_wire_fence *wire,
+                                  struct dkv_error *err)
+{
+    struct dkv_region *region = NULL;
+    if (wire->region == 0)
+        return DKV_OK;
+    enum dkv_status status = use_region(ask, wire->region, "fence", &region, err);
+    if (status != DKV_OK)
+        return status;
+    if (!dkv_range_fits(wire->offset, sizeof(uint64_t), region->bytes))
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "fence: offset %" PRIu64 " is not within the region's %" PRIu64,
+                             wire->offset, region->bytes);
+    ask->fence.region = region;
+    ask->fence.offset = wire->offset;
+    ask->fence.value = wire->value;
+    return DKV_OK;
+}
+
+static enum dkv_status take_output(struct dkv_ask *ask, const struct dkv_wire_output *wire,
+                                   struct dkv_error *err)
+{
+    struct dkv_region *region = NULL;
+    if (wire->region == 0)
+        return DKV_OK;
+    enum dkv_status status = use_region(ask, wire->region, "output", &region, err);
+    if (status != DKV_OK)
+        return status;
+    if (!region->writable)
+        return dkv_error_set(err, DKV_E_DENIED, "output: region %u was not registered as writable",
+                             wire->region);
+    if (!dkv_range_fits(wire->offset, wire->bytes, region->bytes))
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "output: %" PRIu64 " bytes at %" PRIu64
+                             " are not within the region's %" PRIu64,
+                             wire->bytes, wire->offset, region->bytes);
+    ask->output = region;
+    ask->output_offset = wire->offset;
+    ask->output_bytes = wire->bytes;
+    return DKV_OK;
+}
+
+/* ---- what both kinds have in common ---- */
+
+static enum dkv_status begin(struct dkv_ask *ask, uint32_t n_blocks, uint8_t flags,
+                             struct dkv_error *err)
+{
+    ask->regions = calloc(DKV_SESSION_REGIONS, sizeof(struct dkv_region *));
+    ask->rings = calloc(n_blocks, sizeof(*ask->rings));
+    if (ask->regions == NULL || ask->rings == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for %u blocks", n_blocks);
+    ask->job->request.want_scores = (flags & DKV_WIRE_WANT_SCORES) != 0;
+    return dkv_job_add_blocks(ask->job, n_blocks, err);
+}
+
+static enum dkv_status take_params(struct dkv_ask *ask, const uint8_t *from, size_t n_bytes,
+                                   uint8_t flags, struct dkv_error *err)
+{
+    struct dkv_params *params = &ask->job->request.params;
+    dkv_params_init(params);
+    enum dkv_status status = dkv_wire_get_params(from, n_bytes, params, err);
+    if (status == DKV_OK && (flags & DKV_WIRE_RECENCY_IF_BUSY) != 0 &&
+        !dkv_params_has(params, DKV_PARAM_ON_OVERLOAD))
+        status = dkv_params_set_text(params, "on_overload", "recency", err);
+    return status;
+}
+
+uint64_t dkv_ask_answer_bytes(const struct dkv_ask *ask)
+{
+    return ask->job->n_keep * sizeof(int32_t) + ask->job->n_scores * sizeof(float);
+}
+
+/* The job holds the loans of all regions, also of those that only we read and write. */
+static enum dkv_status add_loans(struct dkv_ask *ask, struct dkv_error *err)
+{
+    struct dkv_job *job = ask->job;
+    if (ask->n_regions == 0)
+        return DKV_OK;
+    job->loans = calloc(ask->n_regions, sizeof(struct dkv_loan *));
+    if (job->loans == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for a job");
+    for (uint32_t i = 0; i < ask->n_regions; i++)
+        job->loans[job->n_loans++] = ask->regions[i]->loan;
+    return DKV_OK;
+}
+
+/* What is not mapped becomes memory of a worker's as it is read, at most as much as a body. */
+static enum dkv_status check_copying(const struct dkv_ask *ask, struct dkv_error *err)
+{
+    for (uint32_t i = 0; i < ask->n_regions; i++)
+        if (ask->regions[i]->loan->loose && ask->job->n_read_bytes > ask->server->max_body_bytes)
+            return dkv_error_set(err, DKV_E_TOO_LARGE,
+                                 "%" PRIu64 " bytes would have to be copied, at most %" PRIu64
+                                 " are: a memfd sealed against shrink and grow and without holes "
+                                 "is read without copying",
+                                 ask->job->n_read_bytes, ask->server->max_body_bytes);
+    return DKV_OK;
+}
+
+static enum dkv_status finish(struct dkv_ask *ask, struct dkv_error *err)
+{
+    struct dkv_job *job = ask->job;
+    enum dkv_status status = dkv_request_validate(&job->request, job->plans, err);
+    if (status == DKV_OK)
+        status = dkv_ask_place_rows(ask, err);
+    if (status == DKV_OK)
+        status = add_loans(ask, err);
+    if (status == DKV_OK)
+        status = dkv_job_prepare(job, REPLY_BYTES_MAX, err);
+    if (status == DKV_OK)
+        status = check_copying(ask, err);
+    if (status == DKV_OK && ask->output != NULL && ask->output_bytes < dkv_ask_answer_bytes(ask))
+        status = dkv_error_set(err, DKV_E_INVALID,
+                               "output: %" PRIu64 " bytes of room, the answer needs %" PRIu64,
+                               ask->output_bytes, dkv_ask_answer_bytes(ask));
+    return status;
+}
+
+/* ---- score_blocks ---- */
+
+static enum dkv_status make_block(struct dkv_ask *ask, const uint8_t *records, uint32_t i,
+                                  struct dkv_error *err)
+{
+    struct dkv_wire_block wire;
+    struct dkv_block *block = &ask->job->blocks[i];
+    dkv_wire_get_block(records, i, &wire);
+    block->q_heads = wire.q_heads;
+    block->kv_heads = wire.kv_heads;
+    block->head_dim = wire.head_dim;
+    block->v_dim = wire.v_dim;
+    block->q_rows = wire.q_rows;
+    block->n_tokens = wire.n_tokens;
+    block->valid_from = wire.valid_from;
+    block->page_tokens = wire.page_tokens;
+    const struct table table = {wire.table_region, wire.table_entries,
+                                wire.table_offset, wire.table_mask,
+                                wire.null_entry,   wire.table_kind,
+                                wire.entry_bytes,  (wire.flags & DKV_WIRE_NULL_ENTRY) != 0};
+    enum dkv_status status = make_view(ask, &wire.query, "query", &block->query, err);
+    if (status == DKV_OK)
+        status = make_view(ask, &wire.key, "key", &block->key, err);
+    if (status == DKV_OK)
+        status = make_view(ask, &wire.value, "value", &block->value, err);
+    return status == DKV_OK ? make_table(ask, &table, block, err) : status;
+}
+
+enum dkv_status dkv_ask_build_blocks(struct dkv_ask *ask, const struct dkv_wire_blocks *wire,
+                                     struct dkv_error *err)
+{
+    enum dkv_status status = begin(ask, wire->n_blocks, wire->flags, err);
+    if (status == DKV_OK)
+        status = take_params(ask, wire->params, wire->params_bytes, wire->flags, err);
+    if (status == DKV_OK)
+        status = take_fence(ask, &wire->fence, err);
+    if (status == DKV_OK)
+        status = take_output(ask, &wire->output, err);
+    for (uint32_t i = 0; status == DKV_OK && i < wire->n_blocks; i++)
+        status = make_block(ask, wire->blocks, i, err);
+    if (status != DKV_OK)
+        return status;
+    dkv_params_resolve(&ask->job->request.params);
+    return finish(ask, err);
+}
+
+/* ---- score ---- */
+
+/* base + a * b, all from clients; false: overflow. */
+static bool step(uint64_t *base, uint64_t count, int64_t stride)
+{
+    uint64_t way;
+    return stride >= 0 && dkv_mul_u64(count, (uint64_t)stride, &way) &&
+           dkv_add_u64(*base, way, base);
+}
+
+/* The rows that are used, oldest first. Where they lie around the end of the ring, they will be
+ * copied; the view is that of the copy then, dense. */
+static enum dkv_status make_query(struct dkv_ask *ask, const struct dkv_wire_stash *stash,
+                                  const struct dkv_wire_score *score, uint32_t layer,
+                                  struct dkv_block *block, struct dkv_ask_ring *ring,
+                                  struct dkv_error *err)
+{
+    struct dkv_wire_view wire = {.region = stash->region,
+                                 .dtype = stash->dtype,
+                                 .scale = stash->scale,
+                                 .token_stride = stash->row_stride,
+                                 .head_stride = stash->head_stride};
+    const uint64_t row_bytes = block->head_dim * dkv_dtype_bytes((enum dkv_dtype)stash->dtype);
+    const uint32_t n_rows = (uint32_t)block->q_rows;
+    uint64_t start = stash->offset;
+    if (!step(&start, layer, stash->layer_stride) || !step(&start, score->slot, stash->slot_stride))
+        return dkv_error_set(err, DKV_E_INVALID, "stash: its strides overflow");
+    const bool wraps = score->newest_row + 1 < n_rows;
+    wire.offset = start;
+    if (!wraps && !step(&wire.offset, score->newest_row + 1 - n_rows, stash->row_stride))
+        return dkv_error_set(err, DKV_E_INVALID, "stash: its strides overflow");
+    enum dkv_status status = make_view(ask, &wire, "stash", &block->query, err);
+    if (status != DKV_OK || !wraps)
+        return status;
+    const struct dkv_region *region = dkv_slots_find(&ask->session->regions, stash->region);
+    uint64_t end = start;
+    if (!step(&end, stash->n_rows - 1, stash->row_stride) ||
+        !step(&end, block->q_heads - 1, stash->head_stride) || !dkv_add_u64(end, row_bytes, &end) ||
+        end > region->bytes)
+        return dkv_error_set(err, DKV_E_INVALID, "stash: slot %u, layer %u end outside its region",
+                             score->slot, layer);
+    *ring = (struct dkv_ask_ring){
+        .region = region,
+        .start = start,
+        .row_stride = (uint64_t)stash->row_stride,
+        .head_stride = (uint64_t)stash->head_stride,
+        .n_rows = stash->n_rows,
+        .first = (uint64_t)score->newest_row + 1 + stash->n_rows - n_rows,
+    };
+    dkv_ask_shape_rows(ring, block);
+    return DKV_OK;
+}
+
+static void take_scales(const struct dkv_cache *cache, uint32_t layer, struct dkv_block *block)
+{
+    const struct dkv_wire_cache *wire = &cache->wire;
+    const float *next = cache->floats;
+    if (wire->scales == DKV_WIRE_SCALES_HEAD) {
+        block->key.head_scales = next + (size_t)2 * layer * wire->kv_heads;
+        block->value.head_scales = next + ((size_t)2 * layer + 1) * wire->kv_heads;
+        next += (size_t)2 * wire->n_layers * wire->kv_heads;
+    }
+    if (wire->has_sinks)
+        block->sink_logits = next + (size_t)layer * wire->q_heads;
+}
+
+static enum dkv_status make_layer(struct dkv_ask *ask, const struct dkv_wire_stash *stash,
+                                  const struct dkv_wire_score *score, uint32_t i,
+                                  struct dkv_error *err)
+{
+    const struct dkv_cache *cache = ask->cache;
+    const uint32_t layer = score->first_layer + i;
+    const int64_t window = ask->job->request.params.window;
+    struct dkv_block *block = &ask->job->blocks[i];
+    block->q_heads = cache->wire.q_heads;
+    block->kv_heads = cache->wire.kv_heads;
+    block->head_dim = cache->wire.head_dim;
+    block->v_dim = cache->wire.v_dim;
+    block->q_rows = window >= 1 && window < (int64_t)score->q_rows ? (uint64_t)window
+                                                                   : score->q_rows;
+    block->n_tokens = score->n_tokens;
+    block->valid_from = score->valid_from;
+    block->page_tokens = cache->wire.page_tokens;
+    const struct table table = {score->table_region, score->table_entries,
+                                score->table_offset, score->table_mask,
+                                score->null_entry,   score->table_kind,
+                                score->entry_bytes,  (score->flags & DKV_WIRE_NULL_ENTRY) != 0};
+    enum dkv_status status = make_query(ask, stash, score, layer, block, &ask->rings[i], err);
+    if (status == DKV_OK)
+        status = make_view(ask, &cache->views[2 * layer], "key", &block->key, err);
+    if (status == DKV_OK)
+        status = make_view(ask, &cache->views[2 * layer + 1], "value", &block->value, err);
+    if (status == DKV_OK)
+        status = make_table(ask, &table, block, err);
+    if (status == DKV_OK)
+        take_scales(cache, layer, block);
+    return status;
+}
+
+static enum dkv_status check_score(const struct dkv_wire_score *score,
+                                   const struct dkv_cache *cache,
+                                   const struct dkv_wire_stash *stash, struct dkv_error *err)
+{
+    if (cache == NULL)
+        return dkv_error_set(err, DKV_E_NOT_FOUND, "cache %u does not exist", score->cache);
+    if (stash == NULL)
+        return dkv_error_set(err, DKV_E_NOT_FOUND, "stash %u does not exist", score->stash);
+    const uint32_t end = (uint32_t)score->first_layer + score->n_layers;
+    if (end > cache->wire.n_layers || end > stash->n_layers)
+        return dkv_error_set(err, DKV_E_INVALID, "layers %u..%u: the cache has %u, the stash %u",
+                             score->first_layer, end - 1, cache->wire.n_layers, stash->n_layers);
+    if (score->slot >= stash->n_slots)
+        return dkv_error_set(err, DKV_E_INVALID, "slot %u is outside 0..%u", score->slot,
+                             stash->n_slots - 1);
+    if (score->newest_row >= stash->n_rows || score->q_rows == 0 || score->q_rows > stash->n_rows)
+        return dkv_error_set(err, DKV_E_INVALID, "newest_row %u, q_rows %u: the ring has %u rows",
+                             score->newest_row, score->q_rows, stash->n_rows);
+    return DKV_OK;
+}
+
+/* What the cache says holds unless the request says otherwise. */
+static enum dkv_status take_defaults(struct dkv_params *params, const struct dkv_wire_cache *cache,
+                                     struct dkv_error *err)
+{
+    enum dkv_status status = DKV_OK;
+    struct dkv_value value = {.kind = DKV_VALUE_REAL, .real = cache->scale};
+    if (cache->scale != 0 && !dkv_params_has(params, DKV_PARAM_SCALE))
+        status = dkv_params_set(params, "scale", value, err);
+    value.real = cache->logit_softcap;
+    if (status == DKV_OK && cache->logit_softcap != 0 &&
+        !dkv_params_has(params, DKV_PARAM_LOGIT_SOFTCAP))
+        status = dkv_params_set(params, "logit_softcap", value, err);
+    dkv_params_resolve(params);
+    return status;
+}
+
+enum dkv_status dkv_ask_build_score(struct dkv_ask *ask, const struct dkv_wire_score *score,
+                                    struct dkv_error *err)
+{
+    struct dkv_cache *cache = dkv_slots_find(&ask->session->caches, score->cache);
+    const struct dkv_wire_stash *stash = dkv_slots_find(&ask->session->stashes, score->stash);
+    enum dkv_status status = check_score(score, cache, stash, err);
+    if (status == DKV_OK)
+        status = begin(ask, score->n_layers, score->flags, err);
+    if (status != DKV_OK)
+        return status;
+    ask->cache = cache;
+    cache->n_refs++;
+    status = take_params(ask, score->params, score->params_bytes, score->flags, err);
+    if (status == DKV_OK)
+        status = take_defaults(&ask->job->request.params, &cache->wire, err);
+    if (status == DKV_OK)
+        status = take_fence(ask, &score->fence, err);
+    if (status == DKV_OK)
+        status = take_output(ask, &score->output, err);
+    for (uint32_t i = 0; status == DKV_OK && i < score->n_layers; i++)
+        status = make_layer(ask, stash, score, i, err);
+    return status == DKV_OK ? finish(ask, err) : status;
+}

@@ -1,0 +1,173 @@
+/* Two things end a region's memory, in this order: the last request that uses it, which may still
+ * wait for its fence and be unknown to the backend, and then the loan, which the backend gives back
+ * when no job and no worker has it.
+ */
+#include "server/region.h"
+
+#include "proto/memfd.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static void settle(struct dkv_region *region, const struct dkv_error *error)
+{
+    const dkv_region_settled_fn on_settled = region->on_settled;
+    region->on_settled = NULL;
+    if (on_settled != NULL)
+        on_settled(region->owner, error);
+}
+
+static void on_attached(struct dkv_loan *loan, void *owner, const struct dkv_error *error)
+{
+    (void)loan;
+    settle(owner, error);
+}
+
+/* Lends the memory behind `fd`. */
+static enum dkv_status lend(struct dkv_region *region, const struct dkv_wire_region *wire, int fd,
+                            struct dkv_error *err)
+{
+    struct dkv_memfd_info info;
+    if (wire->kind != DKV_WIRE_REGION_MEMFD)
+        return dkv_error_set(err, DKV_E_UNSUPPORTED,
+                             "region: this daemon takes host memory (memfd) only: no CUDA worker "
+                             "is there that could import GPU memory");
+    enum dkv_status status = dkv_memfd_inspect(fd, &info, err);
+    if (status == DKV_OK && wire->writable && !info.writable)
+        status = dkv_error_set(err, DKV_E_INVALID,
+                               "region: results are to be written there, but the fd does not allow "
+                               "writing");
+    if (status != DKV_OK)
+        return status;
+    region->generation = wire->generation;
+    region->attached = true;
+    region->writable = wire->writable != 0;
+    region->bytes = wire->bytes;
+    return dkv_backend_attach(region->backend, fd, wire->offset, wire->bytes, on_attached, region,
+                              &region->loan, err);
+}
+
+enum dkv_status dkv_region_new(struct dkv_backend *backend, const struct dkv_wire_region *wire,
+                               int fd, dkv_region_settled_fn on_settled, void *owner,
+                               struct dkv_region **region_out, struct dkv_error *err)
+{
+    struct dkv_region *region = calloc(1, sizeof(*region));
+    if (region == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for a region");
+    region->n_refs = 1;
+    region->backend = backend;
+    region->on_settled = on_settled;
+    region->owner = owner;
+    *region_out = region;
+    const enum dkv_status status = lend(region, wire, fd, err);
+    if (status != DKV_OK)
+        free(region);
+    return status;
+}
+
+enum dkv_status dkv_region_attach(struct dkv_region *region, const struct dkv_wire_region *wire,
+                                  int fd, dkv_region_settled_fn on_settled, void *owner,
+                                  struct dkv_error *err)
+{
+    if (region->attached || region->loan != NULL)
+        return dkv_error_set(err, DKV_E_INVALID, "region: it is not detached");
+    if (wire->generation <= region->generation)
+        return dkv_error_set(err, DKV_E_INVALID, "region: generation %u is not above %u",
+                             wire->generation, region->generation);
+    region->on_settled = on_settled;
+    region->owner = owner;
+    const enum dkv_status status = lend(region, wire, fd, err);
+    if (status != DKV_OK) {
+        region->attached = false;
+        region->on_settled = NULL;
+    }
+    return status;
+}
+
+static void on_released(void *owner)
+{
+    static const struct dkv_error none;
+    struct dkv_region *region = owner;
+    region->loan = NULL;
+    settle(region, &none);
+    dkv_region_unref(region);
+}
+
+/* Nobody uses it any more. The loan holds a reference until it is gone. */
+static void give_back(struct dkv_region *region)
+{
+    region->n_refs++;
+    dkv_backend_detach(region->loan, on_released, region);
+}
+
+void dkv_region_detach(struct dkv_region *region, dkv_region_settled_fn on_settled, void *owner)
+{
+    assert(region->attached && region->on_settled == NULL);
+    region->attached = false;
+    region->on_settled = on_settled;
+    region->owner = owner;
+    if (region->n_uses == 0)
+        give_back(region);
+}
+
+void *dkv_region_abandon(struct dkv_region *region)
+{
+    void *owner = region->on_settled != NULL ? region->owner : NULL;
+    region->on_settled = NULL;
+    if (region->attached)
+        dkv_region_detach(region, NULL, NULL);
+    dkv_region_unref(region);
+    return owner;
+}
+
+void dkv_region_unref(struct dkv_region *region)
+{
+    if (region == NULL || --region->n_refs > 0)
+        return;
+    assert(region->loan == NULL);
+    free(region);
+}
+
+void dkv_region_use(struct dkv_region *region)
+{
+    assert(region->attached);
+    region->n_refs++;
+    region->n_uses++;
+}
+
+void dkv_region_unuse(struct dkv_region *region)
+{
+    if (--region->n_uses == 0 && !region->attached)
+        give_back(region);
+    dkv_region_unref(region);
+}
+
+enum dkv_status dkv_region_read(const struct dkv_region *region, uint64_t offset, void *to,
+                                uint64_t bytes, struct dkv_error *err)
+{
+    assert(dkv_range_fits(offset, bytes, region->bytes));
+    return dkv_memfd_read(region->loan->fd, region->loan->offset + offset, to, bytes, err);
+}
+
+enum dkv_status dkv_region_write(const struct dkv_region *region, uint64_t offset, const void *from,
+                                 uint64_t bytes, struct dkv_error *err)
+{
+    const uint8_t *next = from;
+    assert(dkv_range_fits(offset, bytes, region->bytes));
+    while (bytes > 0) {
+        const ssize_t n = pwrite(region->loan->fd, next, bytes,
+                                 (off_t)(region->loan->offset + offset));
+        if (n < 0 && errno == EINTR)
+            continue;
+        if (n <= 0)
+            return dkv_error_set(err, DKV_E_INVALID, "output: the region cannot be written: %s",
+                                 n < 0 ? strerror(errno) : "it is full");
+        next += n;
+        offset += (uint64_t)n;
+        bytes -= (uint64_t)n;
+    }
+    return DKV_OK;
+}

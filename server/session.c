@@ -1,0 +1,613 @@
+/* Connections: who may come in, reading messages, sending answers, and the end.
+ *
+ * One turn of a session: read and handle messages while there are any (at most MESSAGES_PER_TURN,
+ * so that one client cannot keep the loop), then send what there is to send, then say what to wait
+ * for. A session whose answers do not fit into its connection is not read from until they do: who
+ * does not listen cannot ask.
+ *
+ * The end comes from anywhere: a handler that finds the protocol broken, a send that fails, the
+ * peer's death. end_session() closes the connection, gives back everything and leaves the struct,
+ * with conn NULL, to the callbacks of its libuv handles; so whoever may have ended a session looks
+ * at conn afterwards and at nothing else.
+ *
+ * Three things have a deadline, judged by one timer: the first message, a bulk that stopped coming,
+ * answers that are not read.
+ */
+#include "server/session_priv.h"
+
+#include "server/clock.h"
+#include "server/socket.h"
+
+#include <assert.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#define MESSAGES_PER_TURN  64u
+#define BULK_PER_TURN      (UINT64_C(16) << 20)
+#define ACCEPTS_PER_TURN   32u
+#define ERROR_BYTES        (16 + DKV_WIRE_TEXT_MAX)
+#define TIMER_MS           250u
+#define FEATURES           (DKV_WIRE_FEATURE_MEMFD | DKV_WIRE_FEATURE_OUTPUT | DKV_WIRE_FEATURE_FENCE)
+#define DEVICE_NAME_PREFIX "cuda"
+
+/* A small message that did not fit. */
+struct kept {
+    struct dkv_list node;
+    uint64_t id;
+    uint8_t type;
+    uint16_t n_bytes;
+    uint8_t payload[280];
+};
+
+/* ---- the end ---- */
+
+static void free_session(uv_handle_t *handle)
+{
+    struct dkv_session *session = handle->data;
+    if (--session->n_open_handles > 0)
+        return;
+    free(session);
+}
+
+static void free_outbox(struct dkv_session *session)
+{
+    struct dkv_list *node;
+    while ((node = dkv_list_first(&session->outbox)) != NULL) {
+        dkv_list_remove(node);
+        free(DKV_LIST_OF(node, struct kept, node));
+    }
+}
+
+static void end_session(struct dkv_session *session)
+{
+    struct dkv_wire_conn *conn = session->conn;
+    if (conn == NULL)
+        return;
+    session->conn = NULL;
+    uv_close((uv_handle_t *)&session->poll, free_session);
+    uv_close((uv_handle_t *)&session->timer, free_session);
+    dkv_wire_conn_close(conn); /* before what its bulks point into */
+    dkv_session_drop_asks(session);
+    dkv_backend_client_put(session->client);
+    dkv_session_free_objects(session);
+    free_outbox(session);
+    dkv_list_remove(&session->node);
+    session->all->n_sessions--;
+    session->all->server->metrics.connections_closed++;
+}
+
+/* ---- sending ---- */
+
+static enum dkv_status put(struct dkv_session *session, uint8_t type, uint64_t id,
+                           const void *payload, size_t n_bytes)
+{
+    struct dkv_error ignored;
+    return dkv_wire_conn_send(
+        session->conn,
+        &(struct dkv_wire_conn_output){
+            .type = type, .id = id, .payload = payload, .payload_bytes = n_bytes},
+        &ignored);
+}
+
+void dkv_session_send(struct dkv_session *session, uint8_t type, uint64_t id, const void *payload,
+                      size_t payload_bytes)
+{
+    if (session->conn == NULL)
+        return;
+    if (dkv_list_empty(&session->outbox) &&
+        put(session, type, id, payload, payload_bytes) == DKV_OK)
+        return;
+    struct kept *kept = malloc(sizeof(*kept));
+    if (kept == NULL) {
+        session->doomed = true;
+        return;
+    }
+    assert(payload_bytes <= sizeof(kept->payload));
+    kept->id = id;
+    kept->type = type;
+    kept->n_bytes = (uint16_t)payload_bytes;
+    memcpy(kept->payload, payload, payload_bytes);
+    dkv_list_push_back(&session->outbox, &kept->node);
+}
+
+static size_t put_error(uint8_t payload[ERROR_BYTES], const struct dkv_error *err,
+                        uint64_t retry_us)
+{
+    size_t n_text = strnlen(err->text, DKV_WIRE_TEXT_MAX);
+    const struct dkv_wire_error message = {
+        .status = err->status,
+        .retry_us = retry_us < UINT32_MAX ? (uint32_t)retry_us : UINT32_MAX,
+        .block = UINT32_MAX,
+        .text_bytes = (uint16_t)n_text,
+    };
+    const size_t n_fixed = dkv_wire_put_error(payload, &message);
+    for (size_t i = 0; i < n_text; i++)
+        payload[n_fixed + i] = err->text[i] >= 0x20 && err->text[i] < 0x7f ? (uint8_t)err->text[i]
+                                                                           : '?';
+    return n_fixed + n_text;
+}
+
+void dkv_session_send_error(struct dkv_session *session, uint64_t id, const struct dkv_error *err,
+                            uint64_t retry_us)
+{
+    uint8_t payload[ERROR_BYTES];
+    dkv_session_send(session, DKV_WIRE_ERROR, id, payload, put_error(payload, err, retry_us));
+}
+
+/* The last words, past conn, which sends nothing any more once its peer broke the framing. Not
+ * behind a message that is half sent, and nobody waits for room. */
+static void send_last_words(struct dkv_session *session, uint64_t id, const struct dkv_error *err)
+{
+    uint8_t message[DKV_WIRE_HEADER_BYTES + ERROR_BYTES];
+    struct dkv_error ignored;
+    (void)dkv_wire_conn_flush(session->conn, &ignored);
+    if (dkv_wire_conn_wants_write(session->conn))
+        return;
+    const size_t n = put_error(message + DKV_WIRE_HEADER_BYTES, err, 0);
+    dkv_wire_put_header(message, &(struct dkv_wire_header){.version = DKV_WIRE_VERSION,
+                                                           .type = DKV_WIRE_ERROR,
+                                                           .payload_bytes = (uint32_t)n,
+                                                           .id = id});
+    (void)!send(dkv_wire_conn_fd(session->conn), message, DKV_WIRE_HEADER_BYTES + n,
+                MSG_DONTWAIT | MSG_NOSIGNAL);
+}
+
+void dkv_session_violation(struct dkv_session *session, uint64_t id, const struct dkv_error *err)
+{
+    if (session->conn == NULL)
+        return;
+    dkv_log_limited(&session->all->server->client_log, DKV_LOG_WARN,
+                    "socket: a client broke the protocol and is closed: %s", err->text);
+    send_last_words(session, id, err);
+    end_session(session);
+}
+
+void dkv_session_send_done(struct dkv_session *session, uint64_t id, uint32_t object,
+                           uint32_t generation)
+{
+    uint8_t payload[8];
+    dkv_wire_put_object(payload, &(struct dkv_wire_object){object, generation});
+    dkv_session_send(session, DKV_WIRE_DONE, id, payload, sizeof(payload));
+}
+
+static void empty_outbox(struct dkv_session *session)
+{
+    struct dkv_list *node;
+    while ((node = dkv_list_first(&session->outbox)) != NULL) {
+        struct kept *kept = DKV_LIST_OF(node, struct kept, node);
+        if (put(session, kept->type, kept->id, kept->payload, kept->n_bytes) != DKV_OK)
+            return;
+        dkv_list_remove(node);
+        free(kept);
+    }
+}
+
+static void on_event(uv_poll_t *poll, int status, int events);
+
+static bool is_full(const struct dkv_session *session)
+{
+    return !dkv_list_empty(&session->outbox) || !dkv_list_empty(&session->ended);
+}
+
+/* Messages that wait inside conn make no socket readable; one that can be written to wakes us. */
+static void wait_for_events(struct dkv_session *session)
+{
+    const int events = (is_full(session) ? 0 : UV_READABLE) | UV_DISCONNECT |
+                       (dkv_wire_conn_wants_write(session->conn) || session->unread ? UV_WRITABLE
+                                                                                    : 0);
+    if (events == session->events)
+        return;
+    session->events = events;
+    uv_poll_start(&session->poll, events, on_event);
+}
+
+void dkv_session_flush(struct dkv_session *session)
+{
+    struct dkv_error err;
+    bool more = true;
+    if (session->conn == NULL)
+        return;
+    while (more) {
+        empty_outbox(session);
+        dkv_session_send_ended(session);
+        if (session->doomed || dkv_wire_conn_flush(session->conn, &err) != DKV_OK) {
+            end_session(session);
+            return;
+        }
+        dkv_session_free_sent(session);
+        more = is_full(session) && !dkv_wire_conn_wants_write(session->conn);
+    }
+    wait_for_events(session);
+}
+
+/* ---- messages ---- */
+
+static void greet(struct dkv_session *session, const struct dkv_wire_conn_message *message)
+{
+    struct dkv_error err = {0};
+    struct dkv_wire_hello hello;
+    uint8_t payload[48 + DKV_WIRE_DEVICE_BYTES];
+    const struct dkv_server *server = session->all->server;
+    enum dkv_status status = DKV_OK;
+    if (message->header.type != DKV_WIRE_HELLO)
+        status = dkv_error_set(&err, DKV_E_MALFORMED, "%s before hello",
+                               dkv_wire_type_name(message->header.type));
+    if (status == DKV_OK)
+        status = dkv_wire_get_hello(message->payload, message->header.payload_bytes, &hello, &err);
+    if (status == DKV_OK &&
+        (hello.version_min > DKV_WIRE_VERSION || hello.version_max < DKV_WIRE_VERSION))
+        status = dkv_error_set(&err, DKV_E_UNSUPPORTED,
+                               "versions %u..%u are offered, this daemon speaks %u",
+                               hello.version_min, hello.version_max, DKV_WIRE_VERSION);
+    if (status != DKV_OK) {
+        dkv_session_violation(session, message->header.id, &err);
+        return;
+    }
+    const bool on_gpu = strncmp(server->engine_info.backend, DEVICE_NAME_PREFIX,
+                                strlen(DEVICE_NAME_PREFIX)) == 0;
+    const struct dkv_wire_welcome welcome = {
+        .magic = DKV_WIRE_MAGIC,
+        .version = DKV_WIRE_VERSION,
+        .n_devices = 1,
+        .features = hello.features & FEATURES,
+        .instance = session->all->instance,
+        .max_regions = DKV_SESSION_REGIONS,
+        .max_caches = DKV_SESSION_CACHES,
+        .max_in_flight = DKV_SESSION_IN_FLIGHT,
+        .max_fds = DKV_SESSION_REGIONS,
+        .max_bulk_bytes = server->max_body_bytes,
+    };
+    const struct dkv_wire_device device = {.kind = on_gpu ? DKV_WIRE_DEVICE_CUDA
+                                                          : DKV_WIRE_DEVICE_CPU};
+    size_t n = dkv_wire_put_welcome(payload, &welcome);
+    n += dkv_wire_put_device(payload + n, &device);
+    session->greeted = true;
+    dkv_session_send(session, DKV_WIRE_WELCOME, message->header.id, payload, n);
+}
+
+static void answer_ping(struct dkv_session *session, const struct dkv_wire_conn_message *message)
+{
+    struct dkv_error err = {0};
+    struct dkv_wire_ping ping;
+    uint8_t payload[8];
+    if (dkv_wire_get_ping(message->payload, message->header.payload_bytes, &ping, &err) != DKV_OK) {
+        dkv_session_violation(session, message->header.id, &err);
+        return;
+    }
+    dkv_session_send(session, DKV_WIRE_PONG, message->header.id, payload,
+                     dkv_wire_put_ping(payload, &ping));
+}
+
+static void take_cancel(struct dkv_session *session, const struct dkv_wire_conn_message *message)
+{
+    struct dkv_error err = {0};
+    struct dkv_wire_cancel cancel;
+    if (dkv_wire_get_cancel(message->payload, message->header.payload_bytes, &cancel, &err) !=
+        DKV_OK)
+        dkv_session_violation(session, message->header.id, &err);
+    else
+        dkv_session_cancel(session, cancel.target);
+}
+
+static void handle(struct dkv_session *session, const struct dkv_wire_conn_message *message)
+{
+    struct dkv_error err = {0};
+    if (message->header.bulk_bytes > 0) {
+        session->receiving = true;
+        session->bulk = (struct dkv_session_bulk){.header = message->header,
+                                                  .payload = message->payload};
+    }
+    if (!session->greeted) {
+        greet(session, message);
+        return;
+    }
+    switch (message->header.type) {
+    case DKV_WIRE_SCORE:
+    case DKV_WIRE_SCORE_BLOCKS: dkv_session_handle_score(session, message); return;
+    case DKV_WIRE_CANCEL: take_cancel(session, message); return;
+    case DKV_WIRE_PING: answer_ping(session, message); return;
+    default: break;
+    }
+    if (dkv_session_handle_object(session, message))
+        return;
+    dkv_error_set(&err, DKV_E_MALFORMED, "%s after hello",
+                  dkv_wire_type_name(message->header.type));
+    dkv_session_violation(session, message->header.id, &err);
+}
+
+/* ---- reading ---- */
+
+static void finish_bulk(struct dkv_session *session)
+{
+    session->receiving = false;
+    if (session->bulk.cache != NULL)
+        dkv_session_cache_received(session);
+    else if (session->bulk.ask != NULL)
+        dkv_session_ask_received(session);
+}
+
+/* False: nothing more can be read now. */
+static bool read_bulk(struct dkv_session *session, uint64_t *left_of_turn, struct dkv_error *err)
+{
+    struct dkv_session_bulk *bulk = &session->bulk;
+    const uint64_t left = dkv_wire_conn_bulk_left(session->conn);
+    uint64_t n = 0;
+    const uint64_t wanted = left < *left_of_turn ? left : *left_of_turn;
+    if (left > 0 && wanted == 0)
+        return false;
+    if (dkv_wire_conn_read_bulk(session->conn, bulk->to == NULL ? NULL : bulk->to + bulk->got,
+                                wanted, &n, err) != DKV_OK)
+        return false;
+    bulk->got += n;
+    *left_of_turn -= n;
+    session->progress_ms = n > 0 ? dkv_clock_ms() : session->progress_ms;
+    if (dkv_wire_conn_bulk_left(session->conn) > 0)
+        return n > 0;
+    finish_bulk(session);
+    return session->conn != NULL;
+}
+
+/* One step of reading; false: stop for now. */
+static bool read_step(struct dkv_session *session, uint64_t *bulk_of_turn, struct dkv_error *err)
+{
+    struct dkv_wire_conn_message message;
+    bool got = false;
+    if (session->receiving)
+        return read_bulk(session, bulk_of_turn, err);
+    if (dkv_wire_conn_next(session->conn, &message, err) != DKV_OK)
+        return false;
+    if (message.header.type != 0) {
+        handle(session, &message);
+        return session->conn != NULL;
+    }
+    return dkv_wire_conn_read(session->conn, &got, err) == DKV_OK && got;
+}
+
+/* Errors of the connection itself: a peer that went away is nothing to talk about. */
+static void fail(struct dkv_session *session, const struct dkv_error *err)
+{
+    if (err->status == DKV_E_UNAVAILABLE)
+        end_session(session);
+    else
+        dkv_session_violation(session, 0, err);
+}
+
+static void read_messages(struct dkv_session *session)
+{
+    struct dkv_error err = {0};
+    uint64_t bulk_of_turn = BULK_PER_TURN;
+    session->unread = false;
+    for (unsigned i = 0; read_step(session, &bulk_of_turn, &err); i++)
+        if (i == 2 * MESSAGES_PER_TURN || is_full(session)) {
+            session->unread = true;
+            break;
+        }
+    if (session->conn != NULL && err.status != DKV_OK)
+        fail(session, &err);
+}
+
+static void on_event(uv_poll_t *poll, int status, int events)
+{
+    struct dkv_session *session = poll->data;
+    if (status < 0) {
+        end_session(session);
+        return;
+    }
+    if ((events & UV_WRITABLE) != 0)
+        session->progress_ms = dkv_clock_ms();
+    /* A hangup shows as readable too; where reading is off, it is the only sign of it. */
+    if ((events & UV_DISCONNECT) != 0 && is_full(session)) {
+        end_session(session);
+        return;
+    }
+    if ((events & (UV_READABLE | UV_DISCONNECT)) != 0 || (session->unread && !is_full(session)))
+        read_messages(session);
+    dkv_session_flush(session);
+}
+
+static void on_timer(uv_timer_t *timer)
+{
+    struct dkv_session *session = timer->data;
+    const struct dkv_config *config = session->all->server->config;
+    const uint64_t waited_ms = dkv_clock_ms() - session->progress_ms;
+    struct dkv_error err = {0};
+    if (!session->greeted && waited_ms > config->header_timeout_ms)
+        dkv_error_set(&err, DKV_E_TIMEOUT, "no hello came in %llu ms",
+                      (unsigned long long)config->header_timeout_ms);
+    else if (session->receiving && waited_ms > config->header_timeout_ms)
+        dkv_error_set(&err, DKV_E_TIMEOUT, "the rest of a message did not come");
+    else if (dkv_wire_conn_wants_write(session->conn) && waited_ms > config->request_timeout_ms)
+        dkv_error_set(&err, DKV_E_TIMEOUT, "answers are not read");
+    else if (session->greeted && !session->receiving && !dkv_wire_conn_wants_write(session->conn))
+        session->progress_ms = dkv_clock_ms(); /* it owes us nothing */
+    if (err.status != DKV_OK)
+        dkv_session_violation(session, 0, &err);
+}
+
+/* ---- coming in ---- */
+
+static enum dkv_status init_parts(struct dkv_session *session, struct dkv_backend *backend)
+{
+    session->client = dkv_backend_client_get(backend, NULL);
+    if (session->client == NULL)
+        return DKV_E_NOMEM;
+    enum dkv_status status = dkv_slots_init(&session->regions, DKV_SESSION_REGIONS);
+    if (status == DKV_OK)
+        status = dkv_slots_init(&session->caches, DKV_SESSION_CACHES);
+    return status == DKV_OK ? dkv_slots_init(&session->stashes, DKV_SESSION_STASHES) : status;
+}
+
+/* Takes the descriptor, also on failure. */
+static enum dkv_status new_session(struct dkv_sessions *all, int fd, struct dkv_error *err)
+{
+    struct dkv_session *session = calloc(1, sizeof(*session));
+    enum dkv_status status = session == NULL || init_parts(session, all->server->backend) != DKV_OK
+                                 ? dkv_error_set(err, DKV_E_NOMEM, "no memory for a session")
+                                 : DKV_OK;
+    if (status == DKV_OK)
+        status = dkv_wire_conn_open(fd, DKV_WIRE_FROM_CLIENT, &session->conn, err);
+    if (status != DKV_OK) {
+        if (session != NULL) {
+            dkv_backend_client_put(session->client);
+            dkv_session_free_objects(session);
+        }
+        free(session);
+        close(fd);
+        return status;
+    }
+    session->all = all;
+    dkv_list_init(&session->asks);
+    dkv_list_init(&session->ended);
+    dkv_list_init(&session->sending);
+    dkv_list_init(&session->outbox);
+    dkv_list_init(&session->node);
+    dkv_list_push_back(&all->sessions, &session->node);
+    all->n_sessions++;
+    all->server->metrics.connections_total++;
+    session->n_open_handles = 2;
+    session->progress_ms = dkv_clock_ms();
+    uv_poll_init(all->server->loop, &session->poll, fd);
+    uv_timer_init(all->server->loop, &session->timer);
+    session->poll.data = session;
+    session->timer.data = session;
+    uv_timer_start(&session->timer, on_timer, TIMER_MS, TIMER_MS);
+    wait_for_events(session);
+    return DKV_OK;
+}
+
+static void let_in(struct dkv_sessions *all, int fd)
+{
+    struct dkv_error err = {0};
+    unsigned uid;
+    struct dkv_server *server = all->server;
+    if (!dkv_socket_peer_is_own(fd, &uid)) {
+        dkv_log_limited(&server->client_log, DKV_LOG_WARN, "socket: user %u may not connect", uid);
+        close(fd);
+    } else if (all->n_sessions >= server->config->max_connections) {
+        dkv_log_limited(&server->client_log, DKV_LOG_WARN,
+                        "socket: a client is turned away: max_connections %llu is reached",
+                        (unsigned long long)server->config->max_connections);
+        close(fd);
+    } else if (new_session(all, fd, &err) != DKV_OK) {
+        dkv_log_limited(&server->client_log, DKV_LOG_WARN, "socket: a client is turned away: %s",
+                        err.text);
+    }
+}
+
+/* No descriptor is left: the spare one makes room to take the client from the queue and close it,
+ * so that it learns, and so that the listening socket does not stay readable for ever. */
+static void turn_away(struct dkv_sessions *all)
+{
+    dkv_log_limited(&all->server->client_log, DKV_LOG_WARN,
+                    "socket: a client is turned away: no file descriptors are left");
+    close(all->spare_fd);
+    const int fd = accept4(all->listen_fd, NULL, NULL, SOCK_CLOEXEC);
+    if (fd >= 0)
+        close(fd);
+    all->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+}
+
+static void on_listen(uv_poll_t *poll, int status, int events)
+{
+    struct dkv_sessions *all = poll->data;
+    (void)status;
+    (void)events;
+    for (unsigned i = 0; i < ACCEPTS_PER_TURN; i++) {
+        const int fd = accept4(all->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
+        if (fd >= 0)
+            let_in(all, fd);
+        else if (errno == EMFILE || errno == ENFILE)
+            turn_away(all);
+        else if (errno != EINTR && errno != ECONNABORTED)
+            return;
+    }
+}
+
+/* ---- open and close ---- */
+
+static enum dkv_status start(struct dkv_sessions *all, struct dkv_error *err)
+{
+    struct dkv_server *server = all->server;
+    enum dkv_status status = dkv_socket_path(server->config->socket, all->path, err);
+    if (status == DKV_OK)
+        status = dkv_socket_listen(all->path, &all->listen_fd, err);
+    if (status != DKV_OK)
+        return status;
+    status = dkv_fences_open(server->loop, &all->fences, err);
+    if (status != DKV_OK) {
+        unlink(all->path);
+        close(all->listen_fd);
+        return status;
+    }
+    all->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (getrandom(&all->instance, sizeof(all->instance), 0) != sizeof(all->instance))
+        all->instance = dkv_clock_ns();
+    uv_poll_init(server->loop, &all->poll, all->listen_fd);
+    all->poll.data = all;
+    uv_poll_start(&all->poll, UV_READABLE, on_listen);
+    return DKV_OK;
+}
+
+static void free_sessions(uv_handle_t *handle)
+{
+    free(handle->data);
+}
+
+enum dkv_status dkv_sessions_open(struct dkv_server *server, struct dkv_sessions **sessions_out,
+                                  struct dkv_error *err)
+{
+    *sessions_out = NULL;
+    if (strcmp(server->config->socket, "off") == 0)
+        return DKV_OK;
+    struct dkv_sessions *all = calloc(1, sizeof(*all));
+    if (all == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for the local socket");
+    all->server = server;
+    dkv_list_init(&all->sessions);
+    enum dkv_status status = start(all, err);
+    if (status == DKV_OK) {
+        *sessions_out = all;
+        return DKV_OK;
+    }
+    free(all);
+    if (*server->config->socket != '\0' || strcmp(server->config->http, "off") == 0)
+        return status;
+    dkv_log(DKV_LOG_WARN, "%s; serving HTTP only", err->text);
+    return DKV_OK;
+}
+
+const char *dkv_sessions_path(const struct dkv_sessions *sessions)
+{
+    return sessions->path;
+}
+
+bool dkv_sessions_are_quiet(const struct dkv_sessions *sessions)
+{
+    if (sessions == NULL)
+        return true;
+    DKV_LIST_EACH (node, &sessions->sessions) {
+        const struct dkv_session *session = DKV_LIST_OF(node, struct dkv_session, node);
+        if (session->n_asks > 0 || dkv_wire_conn_wants_write(session->conn))
+            return false;
+    }
+    return true;
+}
+
+void dkv_sessions_close(struct dkv_sessions *sessions)
+{
+    struct dkv_list *node;
+    if (sessions == NULL)
+        return;
+    unlink(sessions->path);
+    while ((node = dkv_list_first(&sessions->sessions)) != NULL)
+        end_session(DKV_LIST_OF(node, struct dkv_session, node));
+    dkv_fences_close(sessions->fences);
+    close(sessions->spare_fd);
+    uv_close((uv_handle_t *)&sessions->poll, free_sessions);
+    close(sessions->listen_fd);
+}
