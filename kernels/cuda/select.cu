@@ -522,7 +522,6 @@ __global__ void __launch_bounds__(max_threads, 2)
 struct shape {
     uint32_t cluster;
     uint32_t n_teams;
-    uint32_t alone_tokens; /* up to which one block of a cluster takes a whole unit */
     uint32_t threads;
     uint32_t pool_tokens;
     size_t shared_bytes;
@@ -553,14 +552,20 @@ const dkv_cu_block &block_of(const dkv_cu_wave *wave, uint32_t unit)
     return wave->blocks_host[wave->units_host[unit].block];
 }
 
-/* Walks the wave's teams; `out` may be NULL. Returns their number. */
-uint32_t make_teams(const dkv_cu_wave *wave, const shape &s, team *out)
+/* True if one block of the cluster takes the whole unit. */
+bool is_alone(uint32_t n, uint32_t cluster)
+{
+    return n <= worthwhile_tokens * cluster;
+}
+
+/* Walks the wave's teams for a cluster size; `out` may be NULL. Returns their number. */
+uint32_t make_teams(const dkv_cu_wave *wave, uint32_t cluster, team *out)
 {
     uint32_t n_teams = 0;
     uint32_t open = 0; /* units of the team that is being filled with short ones */
     for (uint32_t u = 0; u < wave->n_units; u++) {
-        const bool alone = s.cluster > 1 && block_of(wave, u).n_valid <= s.alone_tokens;
-        if (alone && open > 0 && open < s.cluster) {
+        const bool alone = cluster > 1 && is_alone(block_of(wave, u).n_valid, cluster);
+        if (alone && open > 0 && open < cluster) {
             open++;
             if (out)
                 out[n_teams - 1].n_units++;
@@ -585,7 +590,7 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
         longest = block.n_valid > longest ? block.n_valid : longest;
         n_long += block.n_valid > spread_tokens;
     }
-    shape s = {1, 0, 0, max_threads, min_pool_tokens, 0};
+    shape s = {1, 0, max_threads, min_pool_tokens, 0};
     const uint32_t fits = shared_tokens(device) < block_tokens ? shared_tokens(device)
                                                                : block_tokens;
     while (s.cluster < device->cluster_max &&
@@ -593,16 +598,11 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
             (block_share(longest, s.cluster) > spread_tokens &&
              n_long * s.cluster * 2 <= static_cast<uint32_t>(device->multiprocessors))))
         s.cluster *= 2;
-    /* With more long units than there are multiprocessors, spreading the middling ones only costs.
-     */
-    s.alone_tokens = n_long * s.cluster > static_cast<uint32_t>(device->multiprocessors)
-                         ? fits
-                         : worthwhile_tokens * s.cluster;
     uint32_t keys = 0;
     uint32_t tokens = 0;
     for (uint32_t u = 0; u < wave->n_units; u++) {
         const dkv_cu_block &block = block_of(wave, u);
-        const bool spread = s.cluster > 1 && block.n_valid > s.alone_tokens;
+        const bool spread = s.cluster > 1 && !is_alone(block.n_valid, s.cluster);
         const uint32_t share = block_share(block.n_valid, spread ? s.cluster : 1);
         tokens = share > tokens ? share : tokens;
         if (!wave->units_host[u].keys && share > keys)
@@ -615,7 +615,7 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
     const uint32_t at_once = 2 * static_cast<uint32_t>(device->multiprocessors);
     if (s.cluster == 1 && longest <= crowd_tokens && wave->n_units > at_once)
         s.threads = min_threads;
-    s.n_teams = make_teams(wave, s, nullptr);
+    s.n_teams = make_teams(wave, s.cluster, nullptr);
     s.shared_bytes = shared_bytes_of(s.cluster, s.pool_tokens, keys);
     return s;
 }
@@ -684,7 +684,7 @@ extern "C" size_t dkv_cu_select_extra_bytes(const struct dkv_cu_wave *wave)
 extern "C" void dkv_cu_select_fill(const struct dkv_cu_device *device,
                                    const struct dkv_cu_wave *wave, void *extra)
 {
-    make_teams(wave, shape_of(device, wave), static_cast<team *>(extra));
+    make_teams(wave, shape_of(device, wave).cluster, static_cast<team *>(extra));
 }
 
 extern "C" cudaError_t dkv_cu_select_launch(const struct dkv_cu_device *device,
