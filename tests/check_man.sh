@@ -1,5 +1,6 @@
 #!/bin/sh
-# Manual pages are clean mdoc, and tell of every option that the program's own help tells of.
+# Manual pages are clean mdoc, and tell of every option that the program's own help tells of and of
+# no other.
 #
 # usage: check_man.sh PAGE PROGRAM [COMMAND...]
 set -eu
@@ -17,11 +18,17 @@ mandoc -T ascii "$page" | sed "s/.$(printf '\b')//g" >"$scratch/text"
 missing=0
 for command in "${@:-}"; do
     # shellcheck disable=SC2086 # no command is no word
-    for option in $("$program" $command --help | grep -oE '(^|[ ,])--[a-z][a-z0-9-]*' | tr -d ' ,' | sort -u); do
+    "$program" $command --help >"$scratch/help"
+    cat "$scratch/help" >>"$scratch/all-help"
+    for option in $(grep -oE '(^|[ ,])--[a-z][a-z0-9-]*' "$scratch/help" | tr -d ' ,' | sort -u); do
         [ "$option" = --usage ] && continue
         grep -qE -- "$option([^a-z-]|\$)" "$scratch/text" ||
             { echo "$(basename "$page") does not tell of $command $option"; missing=1; }
     done
+done
+for option in $(grep '^\.It Fl ' "$page" | grep -oE ' -[a-z][a-z0-9-]+' | tr -d ' ' | sort -u); do
+    grep -qE -- "-$option([^a-z-]|\$)" "$scratch/all-help" ||
+        { echo "$(basename "$page") tells of -$option, which $(basename "$program") does not know"; missing=1; }
 done
 [ "$missing" -eq 0 ] && echo "man: $(basename "$page") is clean and complete"
 exit "$missing"
