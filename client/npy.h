@@ -7,6 +7,8 @@
  * numpy cannot name bfloat16 or fp8: such arrays are saved as raw ('|V2', '|V1') or as unsigned
  * integers of the same size ('<u2', '|u1'). They are read with the element type unknown; whoever
  * knows what they hold says so afterwards (dkv_npy_set_dtype()).
+ *
+ * Thread  any; no shared state.
  */
 #ifndef DKV_CLIENT_NPY_H
 #define DKV_CLIENT_NPY_H

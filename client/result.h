@@ -1,6 +1,7 @@
 /* The answer's memory.
  *
  * Owner   whoever holds the pointer; dropkv_result_free() frees it and all its arrays.
+ * Thread  any, one at a time per result.
  */
 #ifndef DKV_CLIENT_RESULT_H
 #define DKV_CLIENT_RESULT_H

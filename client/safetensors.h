@@ -4,6 +4,8 @@
  * header maps each tensor's name to {"dtype", "shape", "data_offsets": [begin, end)}, counted from
  * the end of the header; "__metadata__" maps strings to strings. The tensors must tile the data
  * without overlap or gap.
+ *
+ * Thread  any; no shared state.
  */
 #ifndef DKV_CLIENT_SAFETENSORS_H
 #define DKV_CLIENT_SAFETENSORS_H

@@ -13,6 +13,7 @@
  * row are adjacent.
  *
  * Owner   views borrow their memory; whoever fills a block keeps it alive until the answer.
+ * Thread  any; plain data.
  * Errors  none here: dkv_request_validate() is the one place that judges these fields.
  */
 #ifndef DKV_PROTO_BLOCK_H
@@ -51,14 +52,13 @@ struct dkv_page_table {
 };
 
 struct dkv_block {
-    uint32_t q_heads;  /* Hq: query heads */
-    uint32_t kv_heads; /* Hkv: KV heads; query heads h*g .. h*g+g-1 belong to KV head h */
-    uint32_t head_dim; /* D: of queries and keys; multiple of 8, up to 512 */
-    uint32_t v_dim;    /* D_v: of values; 0 means head_dim */
-    uint64_t q_rows;   /* Lq: stored query rows; the last `window` of them are used */
-    uint64_t n_tokens; /* n: stored tokens, those before valid_from included */
-    uint64_t
-        valid_from; /* first token that exists (left padding, freed leading pages); usually 0 */
+    uint32_t q_heads;    /* Hq: query heads */
+    uint32_t kv_heads;   /* Hkv: KV heads; query heads h*g .. h*g+g-1 belong to KV head h */
+    uint32_t head_dim;   /* D: of queries and keys; multiple of 8, up to 512 */
+    uint32_t v_dim;      /* D_v: of values; 0 means head_dim */
+    uint64_t q_rows;     /* Lq: stored query rows; the last `window` of them are used */
+    uint64_t n_tokens;   /* n: stored tokens, those before valid_from included */
+    uint64_t valid_from; /* first token that exists (left padding, freed pages); usually 0 */
 
     struct dkv_view query; /* never paged; token_stride steps from row to row */
     struct dkv_view key;

@@ -1,9 +1,10 @@
 /* A request body, received straight into the place where a worker reads it: the arena.
  *
- *   mapping   page-aligned, a range reserved once: from Content-Length, or for chunked uploads the
- * whole allowed size (address space only; pages come as bytes arrive) pad       0..63 bytes, so
- * that the tensor section starts on a 64-byte boundary head      JSON, head_bytes tensors   the
- * rest
+ *   mapping   page-aligned, a range reserved once: from Content-Length, or for chunked uploads
+ *             the whole allowed size (address space only; pages come as bytes arrive)
+ *   pad       0..63 bytes, so that the tensor section starts on a 64-byte boundary
+ *   head      JSON, head_bytes
+ *   tensors   the rest
  *
  * Nothing grows by copying. A released mapping stays warm for DKV_BODY_WARM_MS, for a next body of
  * about that size, and then goes back to the system; at most one is kept, and one that does not
@@ -12,7 +13,8 @@
  * keep.
  *
  * Owner   dkv_body is embedded in its owner; reserve/release. Moving it: copy the struct and zero
- * the source. Thread  one pool belongs to the loop thread; release() too. Reading the bytes: any.
+ *         the source.
+ * Thread  one pool belongs to the loop thread; release() too. Reading the bytes: any.
  * Errors  NOMEM if the system refuses, BUSY if the pool's limit is reached: nothing was changed.
  */
 #ifndef DKV_SERVER_BODY_H

@@ -2,6 +2,10 @@
  *
  * Scoring parameters become options by their table in proto/params.h, so an option, its range and
  * its help exist the moment the parameter does.
+ *
+ * Thread  the program's only one: tables of options are static.
+ * Errors  what is wrong with the command line is told on standard error at once, and the caller
+ *         gets false or an exit code.
  */
 #ifndef DKV_CLIENT_CLI_OPTIONS_H
 #define DKV_CLIENT_CLI_OPTIONS_H

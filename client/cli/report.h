@@ -6,6 +6,10 @@
  *              "tokens", "keep_tokens", "keep_indices": [batch][kv_head][k], "scores"?}]}
  * safetensors  BLOCK.keep_indices I32 [batch, kv_heads, k], BLOCK.scores F32
  * npy          keep_indices of the one block
+ *
+ * Owner   borrows everything for the call.
+ * Errors  IO, NOMEM, INVALID (a name that JSON cannot hold); the stream may then hold a part of
+ *         the report.
  */
 #ifndef DKV_CLIENT_CLI_REPORT_H
 #define DKV_CLIENT_CLI_REPORT_H

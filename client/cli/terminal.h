@@ -1,4 +1,8 @@
-/* What the terminal can show. */
+/* What the terminal can show.
+ *
+ * Thread  the program's only one: some texts are in static memory.
+ * Errors  none: what the terminal does not tell has a default.
+ */
 #ifndef DKV_CLIENT_CLI_TERMINAL_H
 #define DKV_CLIENT_CLI_TERMINAL_H
 

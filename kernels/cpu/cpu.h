@@ -1,7 +1,7 @@
 /* What this processor can do, and what we let ourselves use of it.
  *
- * Thread  any; detection happens once. dkv_cpu_mask_set() is for program start and for tests,
- * before engines are opened.
+ * Thread  any; no state but the mask, which dkv_cpu_mask_set() replaces at program start and in
+ *         tests, before engines are opened.
  */
 #ifndef DKV_KERNELS_CPU_CPU_H
 #define DKV_KERNELS_CPU_CPU_H

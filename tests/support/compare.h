@@ -7,9 +7,9 @@
  *          block has at least 100 scores.
  * Sets     ascending, in range, and equal, except tokens of the cut's own class whose pooled score
  *          is within the tolerance of the cut, relative to the cut itself, however small it is:
- * that is what the range factor is for. Where only tokens of one plateau are exchanged, the raw
- * score decides and is held to the same tolerance; exact zeros must follow the index (not of
- * averages: their sums tie in the reference by rounding alone).
+ *          that is what the range factor is for. Where only tokens of one plateau are exchanged,
+ *          the raw score decides and is held to the same tolerance; exact zeros must follow the
+ *          index (not of averages: their sums tie in the reference by rounding alone).
  */
 #ifndef DKV_TESTS_SUPPORT_COMPARE_H
 #define DKV_TESTS_SUPPORT_COMPARE_H
