@@ -54,11 +54,6 @@ void dkv_reply_error(struct dkv_exchange *exchange, unsigned http_status, const 
     dkv_reply_response(exchange, http_status, response, n_bytes);
 }
 
-void dkv_reply_status(struct dkv_exchange *exchange, const struct dkv_error *err)
-{
-    dkv_reply_error(exchange, dkv_status_info(err->status)->http_status, err->text);
-}
-
 void dkv_reply_empty(struct dkv_exchange *exchange, unsigned http_status)
 {
     struct MHD_Response *response = MHD_create_response_from_buffer(0, NULL,

@@ -60,9 +60,6 @@ struct dkv_exchange {
 /* {"error": text}. 401, 405 and 503 get the fields that belong to them. */
 void dkv_reply_error(struct dkv_exchange *exchange, unsigned http_status, const char *text);
 
-/* The status and text of an error object. */
-void dkv_reply_status(struct dkv_exchange *exchange, const struct dkv_error *err);
-
 /* No body. */
 void dkv_reply_empty(struct dkv_exchange *exchange, unsigned http_status);
 
