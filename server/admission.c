@@ -327,12 +327,18 @@ static void close_batch(struct dkv_admission *queue, struct dkv_admission_batch 
 void dkv_admission_complete(struct dkv_admission *queue, struct dkv_admission_batch *batch,
                             uint64_t now_us)
 {
+    const uint64_t number = ++queue->n_completed;
+    uint32_t n_clients = 0;
+
     DKV_LIST_EACH_SAFE (node, &batch->parts) {
         struct dkv_admission_entry *entry = dkv_admission_part_of(node)->entry;
+        n_clients += entry->client->counted_in != number;
+        entry->client->counted_in = number;
         dkv_list_remove(node);
         entry->n_in_flight--;
         finish(queue, entry, now_us);
     }
+    queue->device[batch->device].n_clients_done = n_clients;
     dkv_admission_learn_rate(&queue->device[batch->device], batch, now_us);
     close_batch(queue, batch);
 }

@@ -164,6 +164,7 @@ struct dkv_admission_client {
     uint64_t open_bytes;
     uint64_t waiting_bytes;                      /* of its parts that wait for a batch */
     uint32_t lane_open[DKV_ADMISSION_LANES_MAX]; /* open parts by lane */
+    uint64_t counted_in; /* the batch, by number, in which it was counted last */
     struct dkv_admission_flow flows[DKV_ADMISSION_LEVELS_MAX];
 };
 

@@ -218,12 +218,22 @@ static void count_passed(struct builder *b)
     }
 }
 
+/* Among how many the batch is shared: who has work open here, and at least as many as the batch
+ * before it served. Whoever was just answered is about to ask again; without counting those, the
+ * one client with more in its pipeline would fill a whole batch in between, every time. */
+static uint64_t count_sharers(const struct dkv_admission *queue, uint32_t device)
+{
+    const uint64_t n_open = (uint64_t)queue->lane[device].n_clients +
+                            queue->lane[dkv_admission_any_lane(queue)].n_clients;
+    const uint64_t n_before = queue->device[device].n_clients_done;
+    return n_open > n_before ? n_open : n_before;
+}
+
 static void form(struct builder *b)
 {
     struct dkv_admission *queue = b->queue;
     const uint32_t device = b->batch->device;
-    const uint64_t n_clients = (uint64_t)queue->lane[device].n_clients +
-                               queue->lane[dkv_admission_any_lane(queue)].n_clients;
+    const uint64_t n_clients = count_sharers(queue, device);
     const uint32_t head_level = choose_level(queue, device);
 
     b->share_blocks = share_of(queue->config.batch_blocks, n_clients);

@@ -19,7 +19,8 @@
 #define RETRY_MAX_US     60000000u
 #define RETRY_UNKNOWN_US 100000u /* while the rate is not known */
 #define RATE_MEMORY      4.0     /* batches over which the rate is averaged */
-#define MARGIN           0.125   /* of an estimate, for the spread of the rate */
+#define MARGIN           0.125   /* of an estimate, for what the rate does not know */
+#define RATE_LEAST       0.5     /* of the mean, however wide the spread */
 
 /* --- the heap ------------------------------------------------------------------------------ */
 
@@ -102,6 +103,10 @@ void dkv_admission_learn_rate(struct dkv_admission_device *device,
         return;
     const double rate = (double)batch->n_bytes / took_us;
     const double weight = device->bytes_per_us > 0.0 ? 1.0 / RATE_MEMORY : 1.0;
+    const double distance = rate > device->bytes_per_us ? rate - device->bytes_per_us
+                                                        : device->bytes_per_us - rate;
+    if (device->bytes_per_us > 0.0)
+        device->rate_spread += (distance - device->rate_spread) * weight;
     device->bytes_per_us += (rate - device->bytes_per_us) * weight;
     device->batch_us += (took_us - device->batch_us) * weight;
 }
@@ -113,6 +118,21 @@ static double total_rate(const struct dkv_admission *queue)
         if (queue->device[d].up)
             rate += queue->device[d].bytes_per_us;
     return rate;
+}
+
+/* What can be counted on: less than the mean where batches take very different times, as they do on
+ * a machine that has other work. */
+static double safe_rate(const struct dkv_admission *queue)
+{
+    double sum = 0.0;
+    for (uint32_t d = 0; d < queue->config.n_devices; d++) {
+        const struct dkv_admission_device *device = &queue->device[d];
+        const double low = device->bytes_per_us - 2.0 * device->rate_spread;
+        if (device->up)
+            sum += low > device->bytes_per_us * RATE_LEAST ? low
+                                                           : device->bytes_per_us * RATE_LEAST;
+    }
+    return sum;
 }
 
 /* --- how long until ------------------------------------------------------------------------ */
@@ -142,7 +162,7 @@ uint64_t dkv_admission_estimate_us(const struct dkv_admission *queue,
                                    const struct dkv_admission_client *client,
                                    const struct dkv_admission_entry *entry)
 {
-    const double rate = total_rate(queue), in_flight = bytes_in_flight(queue);
+    const double rate = safe_rate(queue), in_flight = bytes_in_flight(queue);
     double waiting = 0.0;
 
     for (uint32_t l = 0; l <= entry->level; l++)

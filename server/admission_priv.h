@@ -48,8 +48,10 @@ struct dkv_admission_device {
     uint32_t n_batches;
     uint64_t n_bytes;
     uint64_t last_done_us;
-    double bytes_per_us; /* when loaded; 0: not known yet */
-    double batch_us;     /* of a batch, when loaded */
+    double bytes_per_us;     /* when loaded; 0: not known yet */
+    double rate_spread;      /* mean distance of single batches' rates from it */
+    double batch_us;         /* of a batch, when loaded */
+    uint32_t n_clients_done; /* in the batch that was completed last */
 };
 
 struct dkv_admission {
@@ -60,6 +62,7 @@ struct dkv_admission {
     uint32_t n_open;
     uint64_t open_bytes;
     uint64_t next_seq;
+    uint64_t n_completed; /* batches */
     bool draining;
 
     struct dkv_admission_level level[DKV_ADMISSION_LEVELS_MAX];
