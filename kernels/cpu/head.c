@@ -247,6 +247,14 @@ unsigned dkv_head_begin(struct dkv_head *head, const struct dkv_tile *tile)
     return finite ? DKV_FAULT_NONE : DKV_FAULT_NONFINITE;
 }
 
+double dkv_head_score_factor(const struct dkv_head *head)
+{
+    const double unit = (double)head->values.scale /
+                        ((double)head->gain * (double)head->value_factor);
+    const double factor = unit * unit;
+    return head->item->params->gqa == DKV_GQA_MEAN ? factor / head->item->plan->group : factor;
+}
+
 void dkv_head_finish(const struct dkv_head *head)
 {
     const struct dkv_item *item = head->item;
@@ -256,11 +264,7 @@ void dkv_head_finish(const struct dkv_head *head)
     memset(scores, 0, sizeof(float) * item->block->valid_from);
     scores += item->block->valid_from;
 
-    const double unit = (double)head->values.scale /
-                        ((double)head->gain * (double)head->value_factor);
-    double factor = unit * unit;
-    if (item->params->gqa == DKV_GQA_MEAN)
-        factor /= item->plan->group;
+    const double factor = dkv_head_score_factor(head);
     for (uint64_t j = 0; j < head->n; j++)
         scores[j] = (float)((double)head->raw[j] * factor);
 }

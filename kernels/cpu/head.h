@@ -116,6 +116,8 @@ void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_til
 /* What the per-split steps met so far. merge asks itself; ask again before finish, since memory
  * shared with a client can change between the passes. */
 unsigned dkv_head_faults(const struct dkv_head *head);
+/* What a score reported is of one in `raw`. */
+double dkv_head_score_factor(const struct dkv_head *head);
 void dkv_head_finish(const struct dkv_head *head);
 
 /* Says what is wrong and where: reads table and tensors again in order, the first offence wins. */

@@ -116,7 +116,10 @@ enum dkv_status dkv_head_explain(const struct dkv_head *head, unsigned faults,
         return dkv_error_set(err, DKV_E_INVALID,
                              "query and key: logits of KV head %u are out of float32's range",
                              head->index);
-    /* Shared memory may have changed since the pass saw it. */
-    return dkv_error_set(err, DKV_E_INVALID, "KV head %u: the tensors changed while being read",
+    /* Every element is in order, so it is a sum of their products that is not. (Or shared memory
+     * that has changed since the pass saw it.) */
+    return dkv_error_set(err, DKV_E_INVALID,
+                         "query, key, value: out of range at KV head %u: logits, outputs or scores "
+                         "leave float32 (values up to 1e18 are allowed)",
                          head->index);
 }

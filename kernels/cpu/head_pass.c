@@ -215,6 +215,8 @@ static unsigned give_back(struct dkv_head *head, struct dkv_split_state *state,
         const float weight = tile->back[r];
         if (weight == 0.0f)
             continue;
+        if (!(weight > 0.0f)) /* a logit is not a number: back_key was not written */
+            return DKV_FAULT_LOGITS;
         const unsigned faults = dkv_head_load_values(head, tile->row, (uint64_t)tile->back_key[r],
                                                      1, 1.0f, head->value_shift, NULL);
         if (faults != DKV_FAULT_NONE)
@@ -334,13 +336,21 @@ static void reduce_max(const struct dkv_head *head, float *out, const float *ter
     }
 }
 
-/* Selection takes nothing else. False only where somebody wrote to the tensors since pass A. */
-static bool all_finite(const float *scores, size_t n)
+/* Selection takes nothing else. False where a product or a score leaves float32, or somebody wrote
+ * to the tensors since pass A. */
+static bool all_within(const float *scores, size_t n, float most)
 {
-    bool finite = true;
+    bool within = true;
     for (size_t k = 0; k < n; k++)
-        finite &= scores[k] <= FLT_MAX;
-    return finite;
+        within &= scores[k] <= most;
+    return within;
+}
+
+/* The largest raw score that is finite still once it is reported. */
+static float largest_raw(const struct dkv_head *head)
+{
+    const double factor = dkv_head_score_factor(head);
+    return factor > 1.0 ? (float)((double)FLT_MAX / factor) : FLT_MAX;
 }
 
 void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile)
@@ -348,6 +358,7 @@ void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_til
     struct dkv_split_state *state = &head->splits[split];
     const struct dkv_cpu_ops *ops = head->ops;
     const struct dkv_params *params = head->item->params;
+    const float raw_max = largest_raw(head);
     float value_norm[DKV_TILE_KEYS];
     struct dkv_score_args args = {
         .n_rows = head->n_rows,
@@ -390,7 +401,7 @@ void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_til
             reduce_max(head, head->raw + first, tile->terms, n);
         else
             ops->reduce(head->raw + first, tile->terms, head->n_rows, n);
-        if (!all_finite(head->raw + first, n))
-            state->faults |= DKV_FAULT_NONFINITE;
+        if (!all_within(head->raw + first, n, raw_max))
+            state->faults |= DKV_FAULT_RANGE;
     }
 }

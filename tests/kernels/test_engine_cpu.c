@@ -306,7 +306,65 @@ static void values_too_large_to_square_are_out_of_range(void **state)
     run(engine, &a.item, 1);
     assert_int_equal(a.item.status, DKV_OK);
     for (int j = 0; j < 100; j++)
-        assert_true(isfinite(a.scores[j]) || a.scores[j] > 0);
+        assert_true(isfinite(a.scores[j]) && a.scores[j] >= 0);
+    free_answer(&a);
+    dkv_engine_cpu.close(engine);
+    dkv_case_fini(&c);
+}
+
+static void scores_beyond_float32_are_out_of_range(void **state)
+{
+    (void)state;
+    struct dkv_case c;
+    make_case(&c,
+              (struct dkv_shape){.q_heads = 8,
+                                 .kv_heads = 1,
+                                 .head_dim = 512,
+                                 .q_rows = 8,
+                                 .n_tokens = 64,
+                                 .q_dtype = DKV_FP32},
+              5);
+    dkv_case_param(&c, "gqa", "sum");
+    dkv_case_param(&c, "scale", "1");
+    for (uint64_t t = 0; t < 64; t++)
+        for (uint64_t e = 0; e < 512; e++)
+            dkv_case_set(&c, DKV_VALUE, 0, t, e, (t * 7 + e * 5) % 3 == 0 ? 9.9e17 : -9.9e17);
+    dkv_case_plan(&c);
+    struct dkv_engine *engine = open_engine(1);
+    struct answer a;
+    make_answer(&a, &c);
+    run(engine, &a.item, 1);
+    assert_int_equal(a.item.status, DKV_E_INVALID);
+    assert_non_null(strstr(a.item.error.text, "out of range at KV head 0"));
+    free_answer(&a);
+    dkv_engine_cpu.close(engine);
+    dkv_case_fini(&c);
+}
+
+/* Sums that overflow to both sides on their way, which makes logits that are not numbers. */
+static void finite_keys_whose_logits_are_no_numbers_are_an_error(void **state)
+{
+    (void)state;
+    struct dkv_case c;
+    make_case(&c,
+              (struct dkv_shape){.q_heads = 2,
+                                 .kv_heads = 1,
+                                 .head_dim = 512,
+                                 .q_rows = 8,
+                                 .n_tokens = 60,
+                                 .q_dtype = DKV_FP32},
+              7);
+    dkv_case_param(&c, "logit_softcap", "1e6");
+    for (uint64_t t = 0; t < 60; t++)
+        for (uint64_t e = 0; e < 512; e++)
+            dkv_case_set(&c, DKV_KEY, 0, t, e, (t * 7 + e * e) % 3 == 0 ? 3.3e38 : -3.3e38);
+    dkv_case_plan(&c);
+    struct dkv_engine *engine = open_engine(1);
+    struct answer a;
+    make_answer(&a, &c);
+    run(engine, &a.item, 1);
+    assert_int_equal(a.item.status, DKV_E_INVALID);
+    assert_non_null(strstr(a.item.error.text, "float32"));
     free_answer(&a);
     dkv_engine_cpu.close(engine);
     dkv_case_fini(&c);
@@ -536,6 +594,8 @@ int main(void)
         cmocka_unit_test(a_bad_item_does_not_fail_its_neighbours),
         cmocka_unit_test(the_first_of_several_faults_is_named),
         cmocka_unit_test(values_too_large_to_square_are_out_of_range),
+        cmocka_unit_test(scores_beyond_float32_are_out_of_range),
+        cmocka_unit_test(finite_keys_whose_logits_are_no_numbers_are_an_error),
         cmocka_unit_test(finite_keys_whose_logits_overflow_are_an_error),
         cmocka_unit_test(a_client_that_writes_meanwhile_spoils_only_its_own_answer),
         cmocka_unit_test(a_million_tokens_need_less_than_8_mib),
