@@ -1,10 +1,14 @@
 /* Pass B: the score of every key of a chunk,
  *
- *   score(j) = 1/g sum over rows of (p / (1 - p))^2 |a - v_j|^2,   |a - v|^2 = |a|^2 - 2 a.v + |v|^2
+ *   score(j) = 1/g sum over rows of (p / (1 - p))^2 |a - v_j|^2
+ *   |a - v|^2 = |a|^2 - 2 a.v + |v|^2
  *
  * with a.v from the tensor cores (a as hi + lo) and |v|^2 from the diagonal of v v^T. Where that
  * difference cancels, the distance is summed again the plain way. The one key per row that the
  * merge singled out (`top`) takes its exact term p^2 |b - v|^2 from there.
+ *
+ * Each warp has its own rows. While the terms of one tile are computed, the tensor cores are at the
+ * next one.
  */
 #ifndef DKV_KERNELS_CUDA_FAST_PASS_B_CUH
 #define DKV_KERNELS_CUDA_FAST_PASS_B_CUH
@@ -17,97 +21,102 @@ namespace dkv_fast
 constexpr float CANCELS = 1.0f / 256; /* |a - v|^2 below this part of |a|^2 + |v|^2: sum again */
 constexpr float RANGE = 1.0f / (1ull << DKV_CU_EXPONENT);
 
-template <class S> using place_b = place<S, B_WARPS>;
-
-/* A row's constants in pass B, for the thread's two rows. */
+/* The constants of a thread's rows in pass B. */
 template <class S> struct row_state {
-    uint32_t hi[S::K_STEPS][4]; /* a as A operand of mma: hi + lo */
-    uint32_t lo[S::K_STEPS][4];
-    float norm[2];  /* |hi + lo|^2 */
-    float shift[2]; /* log2 of the denominator, less the range factor */
-    int top[2];
-    float top_term[2];
-    int warp_top; /* lane l: top of row l of the row tile */
+    /* a as operand of wgmma. R 1: hi and lo as rows g and g + 8; R 2: hi of both rows. */
+    uint32_t hi[S::K_STEPS][4];
+    uint32_t lo[S::R == 1 ? 1 : S::K_STEPS][4];
+    float norm[S::R];  /* |hi + lo|^2 */
+    float shift[S::R]; /* log2 of the denominator, less the range factor */
+    int top[S::R];
+    float top_term[S::R];
 
-    __device__ __forceinline__ void load(const merged<S> &from, const place_b<S> &at)
+    __device__ __forceinline__ row_state(const merged<S> &from, const place<S> &at)
     {
         using type = typename S::type;
-        const float4 *output = from.output + at.row_tile * S::D_TILES * 32 + at.lane;
-        norm[0] = norm[1] = 0.0f;
 #pragma unroll
-        for (int d = 0; d < S::D_TILES; d++) {
-            const float4 a = __ldcg(output + d * 32);
-            const float pairs[2][2] = {{a.x, a.y}, {a.z, a.w}};
+        for (int i = 0; i < S::R; i++) {
+            const int row = at.row(i);
+            const float2 *output = reinterpret_cast<const float2 *>(from.output[row]) + at.t;
+            norm[i] = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const uint32_t h = pack<type>(pairs[i][0], pairs[i][1]);
-                const float2 head = unpack<type>(h);
-                const uint32_t l = pack<type>(pairs[i][0] - head.x, pairs[i][1] - head.y);
-                const float2 tail = unpack<type>(l);
-                hi[d / 2][2 * (d % 2) + i] = h;
-                lo[d / 2][2 * (d % 2) + i] = l;
-                const float x = head.x + tail.x;
-                const float y = head.y + tail.y;
+            for (int d = 0; d < S::D_TILES; d++) {
+                const float2 a = __ldcg(output + 4 * d);
+                const uint32_t high = pack<type>(a.x, a.y);
+                const float2 h = unpack<type>(high);
+                const uint32_t low = pack<type>(a.x - h.x, a.y - h.y);
+                const float2 l = unpack<type>(low);
+                hi[d / 2][d % 2 * 2 + i] = high;
+                if (S::R == 1)
+                    hi[d / 2][d % 2 * 2 + 1] = low;
+                else
+                    lo[S::R == 1 ? 0 : d / 2][d % 2 * 2 + i] = low;
+                const float x = h.x + l.x;
+                const float y = h.y + l.y;
                 norm[i] = fmaf(x, x, fmaf(y, y, norm[i]));
             }
-        }
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int row = at.row(i);
             norm[i] += __shfl_xor_sync(~0u, norm[i], 1);
             norm[i] += __shfl_xor_sync(~0u, norm[i], 2);
             shift[i] = __ldcg(&from.lse[row]) - DKV_CU_EXPONENT;
             top[i] = __ldcg(&from.top[row]);
-            float distance = 0.0f;
-#pragma unroll
-            for (int d = 0; d < S::D_TILES / 4; d++)
-                distance += __ldcg(&from.top_distance[row][at.t * (S::D_TILES / 4) + d]);
+            float distance = at.t < S::DIM / 32 ? __ldcg(&from.top_distance[row][at.t]) : 0.0f;
             distance += __shfl_xor_sync(~0u, distance, 1);
             distance += __shfl_xor_sync(~0u, distance, 2);
             top_term[i] = __ldcg(&from.top_weight[row]) * distance;
         }
-        warp_top = __ldcg(&from.top[at.row_tile * 16 + (at.lane & 15)]);
+    }
+
+    /* Starts dot = a.v for a tile's keys. */
+    __device__ __forceinline__ void start_product(float (&dot)[8][4], uint32_t v_tile) const
+    {
+        const uint64_t values = keys_operand<S>(v_tile);
+#pragma unroll
+        for (int k = 0; k < S::K_STEPS; k++) {
+            warpgroup_mma<typename S::type, 0>(dot, hi[k], values + keys_step(k), k > 0);
+            if constexpr (S::R == 2)
+                warpgroup_mma<typename S::type, 0>(dot, lo[k], values + keys_step(k), 1);
+        }
     }
 };
 
-/* a.v for the thread's rows and the keys of a strip. */
+/* |v|^2 of a tile's keys, each warp for 16 of them: the diagonal of v v^T. */
 template <class S>
-__device__ __forceinline__ void strip_products(uint32_t strip, const row_state<S> &rows,
-                                               const place_b<S> &at, float (&dot)[2][4])
+__device__ __forceinline__ void sum_squares(float (&squares)[TILE], uint32_t v_tile,
+                                            const place<S> &at)
 {
     using type = typename S::type;
-    float low[2][4] = {};
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-        dot[i / 4][i % 4] = 0.0f;
+    const int m = at.lane >> 3;
+    const int r = at.lane & 7;
+    float diagonal[2][4] = {};
 #pragma unroll
     for (int k = 0; k < S::K_STEPS; k++) {
-        uint32_t m[4];
-        load_matrices(m, strip + (at.matrix ^ 32 * k));
-        mma<type>(dot[0], rows.hi[k], m[0], m[1]);
-        mma<type>(dot[1], rows.hi[k], m[2], m[3]);
-        mma<type>(low[0], rows.lo[k], m[0], m[1]);
-        mma<type>(low[1], rows.lo[k], m[2], m[3]);
+        /* The 16 keys twice, as rows and as columns: copying registers would cost more. */
+        uint32_t rows[4];
+        uint32_t columns[4];
+        load_matrices(rows,
+                      v_tile + element_offset<S>(16 * at.warp + (m & 1) * 8 + r, 2 * k + (m >> 1)));
+        load_matrices(columns,
+                      v_tile + element_offset<S>(16 * at.warp + (m >> 1) * 8 + r, 2 * k + (m & 1)));
+        mma<type>(diagonal[0], rows, columns[0], columns[1]);
+        mma<type>(diagonal[1], rows, columns[2], columns[3]);
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-        dot[i / 4][i % 4] += low[i / 4][i % 4];
+    /* (g, 2t + e) is on the diagonal where g = 2t + e. */
+    if (at.g >> 1 == at.t) {
+        squares[16 * at.warp + at.g] = at.g & 1 ? diagonal[0][1] : diagonal[0][0];
+        squares[16 * at.warp + 8 + at.g] = at.g & 1 ? diagonal[1][3] : diagonal[1][2];
+    }
 }
 
-/* |a - v|^2 of one row and key, summed plainly by the whole warp. `key` counts within the half tile. */
+/* |a - v|^2 of one row and key, summed plainly by the whole warp. `key` counts within the tile. */
 template <class S>
-__device__ float exact_distance(const merged<S> &from, int row, uint32_t v_half, int key, int lane)
+__device__ float exact_distance(const merged<S> &from, int row, uint32_t v_tile, int key, int lane)
 {
     float sum = 0.0f;
     float scale = 0.0f;
     for (int pair = lane; pair < S::DIM / 2; pair += 32) {
-        const int d = pair / 4;
-        const int t = pair % 4;
-        const float *cell = reinterpret_cast<const float *>(
-            from.output + ((row / 16) * S::D_TILES + d) * 32 + (row % 8) * 4 + t);
-        const float2 a = __ldcg(reinterpret_cast<const float2 *>(cell + (row % 16 >= 8 ? 2 : 0)));
-        const float2 v =
-            unpack<typename S::type>(load_shared(v_half + element_offset<S>(key, d) + 4 * t));
+        const float2 a = __ldcg(reinterpret_cast<const float2 *>(from.output[row]) + pair);
+        const float2 v = unpack<typename S::type>(
+            load_shared(v_tile + element_offset<S>(key, pair / 4) + 4 * (pair % 4)));
         sum = fmaf(a.x - v.x, a.x - v.x, fmaf(a.y - v.y, a.y - v.y, sum));
         scale = fmaf(v.x, v.x, fmaf(v.y, v.y, scale));
     }
@@ -118,223 +127,254 @@ __device__ float exact_distance(const merged<S> &from, int row, uint32_t v_half,
     return sum <= EQUAL * scale ? 0.0f : sum;
 }
 
-/* dot[n][c] becomes |a - v|^2. */
+/* |a - v|^2 for the thread's rows and keys, from dot = a.v. */
 template <class S>
-__device__ __forceinline__ void strip_distances(float (&dot)[2][4], const float (&square)[2][2],
-                                                const row_state<S> &rows, const merged<S> &from,
-                                                uint32_t v_half, int strip_key,
-                                                const place_b<S> &at)
+__device__ __forceinline__ void distances(const float (&dot)[8][4], const float (&squares)[TILE],
+                                          const row_state<S> &rows, const merged<S> &from,
+                                          uint32_t v_tile, const place<S> &at,
+                                          float (&distance)[8][2 * S::R])
 {
-    unsigned cancels = 0;
+    float room = INFINITY; /* the least by which a distance exceeds what may be noise */
 #pragma unroll
-    for (int n = 0; n < 2; n++)
+    for (int j = 0; j < 8; j++) {
+        const float2 square = *reinterpret_cast<const float2 *>(&squares[8 * j + 2 * at.t]);
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-            const float whole = rows.norm[c >> 1] + square[n][c & 1];
-            dot[n][c] = fmaf(-2.0f, dot[n][c], whole);
-            if (dot[n][c] < CANCELS * whole)
-                cancels |= 1u << (4 * n + c);
+        for (int c = 0; c < 2 * S::R; c++) {
+            const float whole = rows.norm[c >> 1] + (c & 1 ? square.y : square.x);
+            const float product = S::R == 1 ? dot[j][c] + dot[j][2 + c] : dot[j][c];
+            distance[j][c] = fmaf(-2.0f, product, whole);
+            room = fminf(room, fmaf(-CANCELS, whole, distance[j][c]));
         }
-    if (!__any_sync(~0u, cancels != 0))
+    }
+    if (!__any_sync(~0u, room < 0.0f))
         return;
 #pragma unroll
-    for (int n = 0; n < 2; n++)
+    for (int j = 0; j < 8; j++)
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-            unsigned lanes = __ballot_sync(~0u, cancels >> (4 * n + c) & 1);
+        for (int c = 0; c < 2 * S::R; c++) {
+            const float whole = rows.norm[c >> 1] + squares[8 * j + 2 * at.t + (c & 1)];
+            unsigned lanes = __ballot_sync(~0u, distance[j][c] < CANCELS * whole);
             while (lanes != 0) {
                 const int lane = __ffs(lanes) - 1;
                 lanes &= lanes - 1;
-                const int row = at.row_tile * 16 + (c >> 1) * 8 + lane / 4;
-                const int key = strip_key + 8 * n + 2 * (lane % 4) + (c & 1);
-                const float distance = exact_distance<S>(from, row, v_half, key, at.lane);
+                const int row = at.warp * 8 * S::R + (c >> 1) * 8 + lane / 4;
+                const int key = 8 * j + 2 * (lane % 4) + (c & 1);
+                const float exact = exact_distance<S>(from, row, v_tile, key, at.lane);
                 if (at.lane == lane)
-                    dot[n][c] = distance;
+                    distance[j][c] = exact;
             }
         }
 }
 
-/* Sums of the thread's two rows' terms per key: sum[n][e] belongs to key 8n + 2t + e. */
+/* Sums of the thread's rows' terms per key: sum[j][e] belongs to key 8j + 2t + e. */
 template <class S, bool has_top>
-__device__ __forceinline__ void strip_terms(const float (&z)[2][4], const float (&distance)[2][4],
-                                            const row_state<S> &rows, int first_key, int t,
-                                            float (&sum)[2][2])
+__device__ __forceinline__ void add_terms(const float (&z)[8][4],
+                                          const float (&distance)[8][2 * S::R],
+                                          const row_state<S> &rows, int first_key, int t,
+                                          float (&sum)[8][2])
 {
 #pragma unroll
-    for (int n = 0; n < 2; n++)
+    for (int j = 0; j < 8; j++)
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            sum[n][e] = 0.0f;
+            sum[j][e] = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
+            for (int i = 0; i < S::R; i++) {
                 const int c = 2 * i + e;
-                const float p = exp2_fast(z[n][c] - rows.shift[i]); /* with the range factor */
+                const float p = exp2_fast(z[j][c] - rows.shift[i]); /* with the range factor */
                 const float ratio = p * rcp_fast(fmaf(-RANGE, p, 1.0f));
-                float term = ratio * ratio * distance[n][c];
-                if (has_top && first_key + 8 * n + 2 * t + e == rows.top[i])
+                float term = ratio * ratio * distance[j][c];
+                if (has_top && first_key + 8 * j + 2 * t + e == rows.top[i])
                     term = rows.top_term[i];
-                sum[n][e] += term;
+                sum[j][e] += term;
             }
         }
 }
 
-/* Adds over the eight lanes that share t: the lane gets the sum of one of its four keys, whose
- * place in the strip it returns; lanes with bit 2 set hold copies. */
-__device__ __forceinline__ int fold_keys(const float (&sum)[2][2], int lane, float &total)
+/* Adds over the eight lanes that share t. The lane is left with two sums, of the keys whose first
+ * it returns and the next. */
+__device__ __forceinline__ int fold_keys(const float (&sum)[8][2], int lane, float2 &total)
 {
-    const bool upper = lane & 16;
-    const bool odd = lane & 8;
-    float keep0 = upper ? sum[1][0] : sum[0][0];
-    float keep1 = upper ? sum[1][1] : sum[0][1];
-    keep0 += __shfl_xor_sync(~0u, upper ? sum[0][0] : sum[1][0], 16);
-    keep1 += __shfl_xor_sync(~0u, upper ? sum[0][1] : sum[1][1], 16);
-    total = odd ? keep1 : keep0;
-    total += __shfl_xor_sync(~0u, odd ? keep0 : keep1, 8);
-    total += __shfl_xor_sync(~0u, total, 4);
-    return (upper ? 8 : 0) + 2 * (lane & 3) + (odd ? 1 : 0);
-}
-
-/* Writes the scores of a tile whose rows were summed into row_sums. Row groups after the first add
- * to what the same thread wrote a turn before. */
-template <class S>
-__device__ __forceinline__ void store_scores(const float (&row_sums)[S::ROW_TILES][TILE],
-                                             const job &work, float factor, int first_key,
-                                             const place_b<S> &at)
-{
-    const int key = at.warp * (TILE / B_WARPS) + at.lane;
-    if (at.lane >= TILE / B_WARPS || first_key + key >= static_cast<int>(work.block.n_valid))
-        return;
-    float sum = 0.0f;
+    const bool b4 = lane & 16;
+    const bool b3 = lane & 8;
+    const bool b2 = lane & 4;
+    float x[4][2];
+    float y[2][2];
+    float z[2];
 #pragma unroll
-    for (int r = 0; r < S::ROW_TILES; r++)
-        sum += row_sums[r][key];
-    sum *= factor;
-    float *score = work.unit.scores + first_key + key;
-    if (work.item.row_group > 0)
-        sum += *score;
-    *score = sum;
-    if (!dkv_cu_finite(sum))
-        atomicOr(&work.unit.report->flags, DKV_CU_RETRY);
+    for (int e = 0; e < 2; e++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            x[j][e] = (b4 ? sum[4 + j][e] : sum[j][e]) +
+                      __shfl_xor_sync(~0u, b4 ? sum[j][e] : sum[4 + j][e], 16);
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            y[j][e] = (b3 ? x[2 + j][e] : x[j][e]) +
+                      __shfl_xor_sync(~0u, b3 ? x[j][e] : x[2 + j][e], 8);
+        z[e] = (b2 ? y[1][e] : y[0][e]) + __shfl_xor_sync(~0u, b2 ? y[0][e] : y[1][e], 4);
+    }
+    total = make_float2(z[0], z[1]);
+    return (b4 ? 32 : 0) + (b3 ? 16 : 0) + (b2 ? 8 : 0) + 2 * (lane & 3);
 }
 
-/* Half tiles as they come: the V halves of a tile, after its K halves where logits were not kept.
- * A warp reads the half that its strips are in, every other one. */
-template <class S> struct b_reader {
-    ring<S::B_HALVES> next;
-    int half;
+/* The terms of a tile, summed over this warp's rows. */
+template <class S>
+__device__ __forceinline__ void sum_terms(const float (&z)[8][4],
+                                          const float (&distance)[8][2 * S::R],
+                                          const row_state<S> &rows, int first_key,
+                                          const place<S> &at, float (&row_sums)[4][TILE])
+{
+    bool has_top = false;
+#pragma unroll
+    for (int i = 0; i < S::R; i++)
+        has_top |= static_cast<unsigned>(rows.top[i] - first_key) < TILE;
+    float sum[8][2];
+    if (__any_sync(~0u, has_top))
+        add_terms<S, true>(z, distance, rows, first_key, at.t, sum);
+    else
+        add_terms<S, false>(z, distance, rows, first_key, at.t, sum);
+    float2 total;
+    const int key = fold_keys(sum, at.lane, total);
+    *reinterpret_cast<float2 *>(&row_sums[at.warp][key]) = total;
+}
 
-    __device__ __forceinline__ explicit b_reader(const place_b<S> &at)
-    {
-        half = at.strip(0) / 2;
-        next.advance(half);
+template <class S> using b_reader = tile_reader<S, S::B_HALVES>;
+
+/* The logits of a tile, as pass A left them; their slot is free then. */
+template <class S>
+__device__ __forceinline__ void take_kept(shared_memory<S> &shared, ring<S::SLOTS> &slots,
+                                          const place<S> &at, float (&z)[8][4])
+{
+    const uint32_t slot = shared_address(shared.slots[slots.index]);
+#pragma unroll
+    for (int i = 0; i < S::R; i++)
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+            const float4 kept = load_shared4(slot + at.slot_cell(i, q));
+            z[2 * q][2 * i] = kept.x, z[2 * q][2 * i + 1] = kept.y;
+            z[2 * q + 1][2 * i] = kept.z, z[2 * q + 1][2 * i + 1] = kept.w;
+        }
+    __syncwarp();
+    if (at.lane == 0)
+        mbarrier_arrive(shared_address(&shared.slot_empty[slots.index]));
+    slots.advance();
+}
+
+/* The same from K again; the query in two parts, to save registers. */
+template <class S>
+__device__ __forceinline__ void compute_logits(shared_memory<S> &shared, const job &work,
+                                               b_reader<S> &reader, int first_key,
+                                               const place<S> &at, float (&z)[8][4])
+{
+    const logit_rule<S> rule(work, at);
+    const uint32_t k_tile = reader.wait(shared.b_halves, shared.b_full);
+    constexpr int STEPS = S::K_STEPS / 2;
+#pragma unroll 1
+    for (int first = 0; first < S::K_STEPS; first += STEPS) {
+        uint32_t q[STEPS][4];
+        load_query<S>(work, at, first, q);
+        hold(z);
+        warpgroup_fence();
+        start_dots<S>(z, q, k_tile, first);
+        warpgroup_commit();
+        warpgroup_wait<0>();
+        hold(z);
     }
-    __device__ __forceinline__ uint32_t wait(shared_memory<S> &shared)
+    reader.release(shared.b_halves, shared.b_empty, k_tile, at.lane);
+    rule.apply(z, first_key, at.t);
+}
+
+/* Where the scores of a unit go. */
+struct score_sink {
+    float *scores;
+    unsigned *flags;
+    float factor;
+    uint32_t n_keys;
+    bool adds; /* row groups after the first add to what the same thread wrote a turn before */
+
+    __device__ __forceinline__ explicit score_sink(const job &work)
+        : scores(work.unit.scores), flags(&work.unit.report->flags),
+          factor(work.block.gqa == DKV_GQA_MEAN ? 1.0f / static_cast<float>(work.block.group)
+                                                : 1.0f),
+          n_keys(work.block.n_valid), adds(work.item.row_group > 0)
     {
-        mbarrier_wait(shared_address(&shared.b_full[next.index]), next.parity);
-        return shared_address(shared.b_halves[next.index]);
     }
-    __device__ __forceinline__ void release(shared_memory<S> &shared, int lane)
+
+    /* One key of a tile whose rows the four warps have summed. */
+    __device__ __forceinline__ void store(const float (&row_sums)[4][TILE], uint32_t first_key,
+                                          int key) const
     {
-        __syncwarp();
-        if (lane == 0)
-            mbarrier_arrive(shared_address(&shared.b_empty[next.index]));
-        next.advance(2);
+        if (first_key + key >= n_keys)
+            return;
+        float sum = (row_sums[0][key] + row_sums[1][key]) + (row_sums[2][key] + row_sums[3][key]);
+        sum *= factor;
+        if (adds)
+            sum += scores[first_key + key];
+        scores[first_key + key] = sum;
+        if (!dkv_cu_finite(sum))
+            atomicOr(flags, DKV_CU_RETRY);
     }
 };
 
-/* The logits and |v|^2 that pass A left of one strip. */
+/* Waits for the next V tile and starts what the tensor cores do with it. */
 template <class S>
-__device__ __forceinline__ void load_kept(shared_memory<S> &shared, int bank, int tile, int s,
-                                          const place_b<S> &at, float (&z)[2][4],
-                                          float (&square)[2][2])
+__device__ __forceinline__ uint32_t start_tile(shared_memory<S> &shared, b_reader<S> &reader,
+                                               const row_state<S> &rows, float (&dot)[8][4],
+                                               float (&squares)[TILE], const place<S> &at)
 {
-    const uint32_t slot = shared_address(shared.slots[bank][tile]);
-#pragma unroll
-    for (int n = 0; n < 2; n++) {
-        const float4 kept = load_shared4(slot + at.slot_cell(s, n));
-        z[n][0] = kept.x, z[n][1] = kept.y, z[n][2] = kept.z, z[n][3] = kept.w;
-        const float2 pair = *reinterpret_cast<const float2 *>(
-            &shared.squares[bank][tile][16 * at.strip(s) + 8 * n + 2 * at.t]);
-        square[n][0] = pair.x, square[n][1] = pair.y;
-    }
-}
-
-/* Pass A may use this warp's part of slots first..last-1 of a bank again. */
-template <class S>
-__device__ __forceinline__ void release_slots(shared_memory<S> &shared, int bank, int first,
-                                              int last, int lane)
-{
-    __syncwarp();
-    for (int tile = first; lane == 0 && tile < last; tile++)
-        mbarrier_arrive(shared_address(&shared.slot_empty[bank][tile]));
+    const uint32_t v_tile = reader.wait(shared.b_halves, shared.b_full);
+    hold(dot);
+    warpgroup_fence();
+    rows.start_product(dot, v_tile);
+    warpgroup_commit();
+    sum_squares<S>(squares, v_tile, at);
+    return v_tile;
 }
 
 template <class S>
-__device__ __forceinline__ void pass_b(shared_memory<S> &shared, const job &work, int bank,
-                                       b_reader<S> &reader, const place_b<S> &at,
-                                       const dkv_fast_counters *counters)
+__device__ __forceinline__ void pass_b(shared_memory<S> &shared, const job &work,
+                                       b_reader<S> &reader, ring<S::SLOTS> &slots,
+                                       const place<S> &at, const dkv_fast_counters *counters)
 {
-    constexpr int STRIPS = place_b<S>::STRIPS;
-    if (at.warp == 0 && at.lane == 0)
+    if (at.thread == 0)
         counter_wait(&counters->merged, work.item.chunks);
-    barrier<BARRIER_B, B_THREADS>();
-    const merged<S> &from =
-        reinterpret_cast<const merged<S> *>(work.unit.work)[work.item.row_group];
-    row_state<S> rows;
-    rows.load(from, at);
-    const float factor =
-        work.block.gqa == DKV_GQA_MEAN ? 1.0f / static_cast<float>(work.block.group) : 1.0f;
+    group_barrier(BARRIER_B);
+    const merged<S> &from = reinterpret_cast<const merged<S> *>(
+        work.unit.work)[work.item.row_group];
+    const row_state<S> rows(from, at);
+    const score_sink sink(work);
     const int chunk_key = item_first_key(work.item);
     const int tiles = item_tiles(work);
-    for (int tile = 0; tile < tiles; tile++) {
+    float dot[8][4];
+    float distance[8][2 * S::R];
+    float z[8][4] = {};
+    uint32_t v_tile = 0;
+    /* In step i the distances and terms of tile i - 1, and between them the start of tile i. */
+#pragma unroll 1
+    for (int step = 0; step <= tiles; step++) {
+        const int tile = step - 1;
         const int first_key = chunk_key + tile * TILE;
-        const bool kept = tile < S::KEPT_TILES;
-        float z[STRIPS][2][4];
-        if (!kept) {
-            uint32_t q[S::K_STEPS][4];
-            load_query<S>(work, at, q);
-            logit_rule rule;
-            rule.set(work, at, work.item.row_group * S::ROWS);
-            const uint32_t k_half = reader.wait(shared);
-            strip_dots<S>(k_half + at.strip(0) % 2 * 16 * S::ROW_BYTES, q, at, z);
-            reader.release(shared, at.lane);
-#pragma unroll
-            for (int s = 0; s < STRIPS; s++)
-                strip_logits(rule, first_key + 16 * at.strip(s), at.t, z[s]);
-        }
-        const uint32_t v_half = reader.wait(shared);
-        const bool has_top =
-            __any_sync(~0u, static_cast<unsigned>(rows.warp_top - first_key) < TILE);
-        float(&row_sums)[S::ROW_TILES][TILE] = shared.row_sums[tile & 1];
-#pragma unroll
-        for (int s = 0; s < STRIPS; s++) {
-            const int half_key = at.strip(s) % 2 * 16;
-            const int strip_key = at.strip(s) * 16;
-            float dot[2][4];
-            float square[2][2];
-            strip_products<S>(v_half + half_key * S::ROW_BYTES, rows, at, dot);
-            if (kept)
-                load_kept<S>(shared, bank, tile, s, at, z[s], square);
+        if (step > 0) {
+            warpgroup_wait<0>();
+            hold(dot);
+            group_barrier(BARRIER_B); /* squares of this tile, row sums of the last one */
+            if (tile > 0 && at.thread < TILE)
+                sink.store(shared.row_sums[~tile & 1], first_key - TILE, at.thread);
+            distances<S>(dot, shared.squares[tile & 1], rows, from, v_tile, at, distance);
+            reader.release(shared.b_halves, shared.b_empty, v_tile, at.lane);
+            if (tile < S::KEPT_TILES)
+                take_kept<S>(shared, slots, at, z);
             else
-                strip_squares<S>(v_half + half_key * S::ROW_BYTES, at, square);
-            strip_distances<S>(dot, square, rows, from, v_half, half_key, at);
-            float sum[2][2];
-            if (has_top)
-                strip_terms<S, true>(z[s], dot, rows, first_key + strip_key, at.t, sum);
-            else
-                strip_terms<S, false>(z[s], dot, rows, first_key + strip_key, at.t, sum);
-            float total;
-            const int key = fold_keys(sum, at.lane, total);
-            if (!(at.lane & 4))
-                row_sums[at.row_tile][strip_key + key] = total;
+                compute_logits<S>(shared, work, reader, first_key, at, z);
         }
-        reader.release(shared, at.lane);
-        if (kept)
-            release_slots(shared, bank, tile, tile + 1, at.lane);
-        barrier<BARRIER_B, B_THREADS>();
-        store_scores<S>(row_sums, work, factor, first_key, at);
+        if (step < tiles)
+            v_tile = start_tile<S>(shared, reader, rows, dot, shared.squares[step & 1], at);
+        if (step > 0)
+            sum_terms<S>(z, distance, rows, first_key, at, shared.row_sums[tile & 1]);
     }
-    release_slots(shared, bank, tiles, S::KEPT_TILES, at.lane);
+    group_barrier(BARRIER_B);
+    if (at.thread < TILE)
+        sink.store(shared.row_sums[(tiles - 1) & 1], chunk_key + (tiles - 1) * TILE, at.thread);
 }
 
 } // namespace dkv_fast

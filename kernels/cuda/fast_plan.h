@@ -27,7 +27,7 @@ struct dkv_fast_args {
     const struct dkv_cu_unit *units;
     const struct dkv_fast_item *items; /* [turns][gridDim.x] */
     struct dkv_fast_counters *counters;
-    unsigned char *ring; /* [2][gridDim.x] partials */
+    unsigned char *ring; /* [JOBS][gridDim.x] partials */
     uint32_t turns;
 };
 

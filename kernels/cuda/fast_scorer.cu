@@ -19,20 +19,21 @@ constexpr uint32_t WIDTH = 128;
 struct variant {
     uint32_t dtype;
     uint32_t head_dim;
-    uint32_t row_tiles;
+    uint32_t rows_per_thread;
     const void *kernel;
     size_t shared_bytes;
     size_t partial_bytes;
     size_t unit_bytes;
 };
 
-template <class type, int head_dim, int row_tiles> variant make_variant(uint32_t dtype)
+template <class type, int head_dim, int rows_per_thread> variant make_variant(uint32_t dtype)
 {
-    using S = dkv_fast::shape<type, head_dim, row_tiles>;
-    static_assert(sizeof(dkv_fast::shared_memory<S>) <= 232448, "shared memory of one thread block");
+    using S = dkv_fast::shape<type, head_dim, rows_per_thread>;
+    static_assert(sizeof(dkv_fast::shared_memory<S>) <= 232448,
+                  "shared memory of one thread block");
     return {dtype,
             head_dim,
-            row_tiles,
+            rows_per_thread,
             reinterpret_cast<const void *>(dkv_fast::score<S>),
             sizeof(dkv_fast::shared_memory<S>),
             S::PARTIAL_BYTES,
@@ -40,15 +41,15 @@ template <class type, int head_dim, int row_tiles> variant make_variant(uint32_t
 }
 
 const variant variants[] = {
-    make_variant<dkv_fast::bf16_type, 128, 2>(DKV_BF16),
+    make_variant<dkv_fast::bf16_type, 128, 1>(DKV_BF16),
 #ifndef DKV_ONE
-    make_variant<dkv_fast::bf16_type, 128, 4>(DKV_BF16),
+    make_variant<dkv_fast::bf16_type, 128, 2>(DKV_BF16),
+    make_variant<dkv_fast::fp16_type, 128, 1>(DKV_FP16),
     make_variant<dkv_fast::fp16_type, 128, 2>(DKV_FP16),
-    make_variant<dkv_fast::fp16_type, 128, 4>(DKV_FP16),
+    make_variant<dkv_fast::bf16_type, 64, 1>(DKV_BF16),
     make_variant<dkv_fast::bf16_type, 64, 2>(DKV_BF16),
-    make_variant<dkv_fast::bf16_type, 64, 4>(DKV_BF16),
+    make_variant<dkv_fast::fp16_type, 64, 1>(DKV_FP16),
     make_variant<dkv_fast::fp16_type, 64, 2>(DKV_FP16),
-    make_variant<dkv_fast::fp16_type, 64, 4>(DKV_FP16),
 #endif
 };
 constexpr uint32_t N_VARIANTS = sizeof(variants) / sizeof(variants[0]);
@@ -56,9 +57,10 @@ constexpr uint32_t N_VARIANTS = sizeof(variants) / sizeof(variants[0]);
 const variant *find_variant(const struct dkv_cu_block *block)
 {
     const uint32_t rows = block->group * block->window;
-    const uint32_t row_tiles = rows <= 32 ? 2 : 4;
+    const uint32_t rows_per_thread = rows <= 32 ? 1 : 2;
     for (const variant &v : variants) {
-        if (v.dtype == block->q_dtype && v.head_dim == block->head_dim && v.row_tiles == row_tiles)
+        if (v.dtype == block->q_dtype && v.head_dim == block->head_dim &&
+            v.rows_per_thread == rows_per_thread)
             return &v;
     }
     return nullptr;
@@ -67,7 +69,7 @@ const variant *find_variant(const struct dkv_cu_block *block)
 /* Turns that a unit takes: one for each group of as many rows as the kernel holds. */
 uint32_t row_groups(const struct dkv_cu_block *block)
 {
-    const uint32_t held = 16 * find_variant(block)->row_tiles;
+    const uint32_t held = 32 * find_variant(block)->rows_per_thread;
     return (block->group * block->window + held - 1) / held;
 }
 
@@ -117,26 +119,33 @@ uint32_t make_turns(const struct dkv_cu_device *device, const struct dkv_cu_wave
         }
         for (uint32_t g = 0; g < groups; g++, (*counter)++) {
             for (uint32_t c = 0; items && c < chunks; c++)
-                items[(turn + g) * grid + column + c] = {u,
-                                                         *counter,
-                                                         keys,
-                                                         static_cast<uint16_t>(c),
-                                                         static_cast<uint16_t>(chunks),
-                                                         g};
+                items[(turn + g) * grid + column + c] = {
+                    u, *counter, keys, static_cast<uint16_t>(c), static_cast<uint16_t>(chunks), g};
         }
         column += chunks;
     }
     return turn + groups;
 }
 
+/* Whether the kernels that this device loaded have a body: only code made for sm_90a has, not what
+ * the driver makes of another architecture's PTX. An empty kernel needs next to no registers. */
+bool kernels_are_real;
+
 cudaError_t fast_prepare(const struct dkv_cu_device *device)
 {
-    if (device->major < 9)
+    if (device->major != 9)
+        return cudaSuccess;
+    struct cudaFuncAttributes attributes;
+    const cudaError_t known = cudaFuncGetAttributes(&attributes, variants[0].kernel);
+    if (known != cudaSuccess)
+        return known;
+    kernels_are_real = attributes.numRegs == dkv_fast::LAUNCH_REGISTERS;
+    if (!kernels_are_real)
         return cudaSuccess;
     for (const variant &v : variants) {
-        const cudaError_t error =
-            cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                 static_cast<int>(v.shared_bytes));
+        const cudaError_t error = cudaFuncSetAttribute(v.kernel,
+                                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                       static_cast<int>(v.shared_bytes));
         if (error != cudaSuccess)
             return error;
     }
@@ -145,8 +154,8 @@ cudaError_t fast_prepare(const struct dkv_cu_device *device)
 
 bool fast_takes(const struct dkv_cu_device *device, const struct dkv_cu_block *block)
 {
-    return device->major == 9 && device->shared_bytes_max >= 232448 && find_variant(block) &&
-           block->v_dim == block->head_dim &&
+    return kernels_are_real && device->major == 9 && device->shared_bytes_max >= 232448 &&
+           find_variant(block) && block->v_dim == block->head_dim &&
            block->k.dtype == block->q_dtype && block->v.dtype == block->q_dtype &&
            block->q_align >= 4 && block->k.align >= 16 && block->v.align >= 16 &&
            block->eps == 0.0f && block->p_round == 0 && block->gqa != DKV_GQA_MAX &&
@@ -163,7 +172,7 @@ size_t fast_shared_bytes(const struct dkv_cu_device *device)
     size_t largest = 0;
     for (const variant &v : variants)
         largest = v.partial_bytes > largest ? v.partial_bytes : largest;
-    return device->major < 9 ? 0 : 2 * grid_of(device) * largest;
+    return device->major != 9 ? 0 : dkv_fast::JOBS * grid_of(device) * largest;
 }
 
 size_t fast_extra_bytes(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
@@ -187,9 +196,9 @@ void fast_fill(const struct dkv_cu_device *device, const struct dkv_cu_wave *wav
     uint32_t counters = 0;
     for (uint32_t v = 0; v < N_VARIANTS; v++) {
         plan->items_at[v] = static_cast<uint32_t>(at);
-        plan->turns[v] =
-            make_turns(device, wave, first, n, &variants[v],
-                       reinterpret_cast<struct dkv_fast_item *>(bytes + at), &counters);
+        plan->turns[v] = make_turns(device, wave, first, n, &variants[v],
+                                    reinterpret_cast<struct dkv_fast_item *>(bytes + at),
+                                    &counters);
         at += plan->turns[v] * grid_of(device) * sizeof(struct dkv_fast_item);
     }
     plan->counters_at = static_cast<uint32_t>(at);
@@ -212,10 +221,19 @@ cudaError_t fast_launch(const struct dkv_cu_device *device, const struct dkv_cu_
         args.counters = reinterpret_cast<struct dkv_fast_counters *>(bytes + plan->counters_at);
         args.ring = wave->shared;
         args.turns = plan->turns[v];
+        /* Cooperative: all thread blocks run at once or none, whatever else is on the device. */
+        cudaLaunchAttribute cooperative;
+        cooperative.id = cudaLaunchAttributeCooperative;
+        cooperative.val.cooperative = 1;
+        cudaLaunchConfig_t config = {};
+        config.gridDim = dim3(grid_of(device));
+        config.blockDim = dim3(dkv_fast::THREADS);
+        config.dynamicSmemBytes = variants[v].shared_bytes;
+        config.stream = stream;
+        config.attrs = &cooperative;
+        config.numAttrs = 1;
         void *arguments[] = {&args};
-        const cudaError_t error =
-            cudaLaunchKernel(variants[v].kernel, dim3(grid_of(device)), dim3(dkv_fast::THREADS),
-                             arguments, variants[v].shared_bytes, stream);
+        const cudaError_t error = cudaLaunchKernelExC(&config, variants[v].kernel, arguments);
         if (error != cudaSuccess)
             return error;
     }
@@ -224,7 +242,10 @@ cudaError_t fast_launch(const struct dkv_cu_device *device, const struct dkv_cu_
 
 } // namespace
 
-extern "C" const struct dkv_cu_scorer dkv_cu_scorer_fast = {
-    "fast",          fast_prepare,     fast_takes, fast_unit_bytes,
-    fast_shared_bytes, fast_extra_bytes, fast_fill,  fast_launch,
+extern "C" {
+extern const struct dkv_cu_scorer dkv_cu_scorer_fast;
+const struct dkv_cu_scorer dkv_cu_scorer_fast = {
+    "fast",           fast_prepare, fast_takes,  fast_unit_bytes, fast_shared_bytes,
+    fast_extra_bytes, fast_fill,    fast_launch,
 };
+}

@@ -1,9 +1,11 @@
 /* The table of scorers, fastest first. */
 #include "kernels/cuda/plan.h"
 
+extern const struct dkv_cu_scorer dkv_cu_scorer_fast;
 extern const struct dkv_cu_scorer dkv_cu_scorer_general;
 
 const struct dkv_cu_scorer *const dkv_cu_scorers[] = {
+    &dkv_cu_scorer_fast,
     &dkv_cu_scorer_general,
     NULL,
 };

@@ -18,14 +18,14 @@
 
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_fast;
 
-#define CHECK(call)                                                                                 \
-    do {                                                                                            \
-        const cudaError_t error_ = (call);                                                          \
-        if (error_ != cudaSuccess) {                                                                \
-            printf("%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error_));                  \
-            fflush(stdout);                                                                         \
-            exit(1);                                                                                \
-        }                                                                                           \
+#define CHECK(call)                                                                \
+    do {                                                                           \
+        const cudaError_t error_ = (call);                                         \
+        if (error_ != cudaSuccess) {                                               \
+            printf("%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error_)); \
+            fflush(stdout);                                                        \
+            exit(1);                                                               \
+        }                                                                          \
     } while (0)
 
 namespace
@@ -98,7 +98,8 @@ __global__ void fill_gaussian(uint16_t *to, size_t n, uint32_t seed, float scale
     for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < n;
          i += static_cast<size_t>(gridDim.x) * blockDim.x) {
         const float x = gaussian(period ? i % period : i, seed) * scale + offset;
-        to[i] = half ? __half_as_ushort(__float2half(x)) : __bfloat16_as_ushort(__float2bfloat16(x));
+        to[i] = half ? __half_as_ushort(__float2half(x))
+                     : __bfloat16_as_ushort(__float2bfloat16(x));
     }
 }
 
@@ -108,8 +109,9 @@ __global__ void plant_sink(const dkv_cu_block *blocks, const dkv_cu_unit *units,
 {
     const dkv_cu_unit &unit = units[blockIdx.x];
     const dkv_cu_block &block = blocks[unit.block];
-    
-    const unsigned char *row = dkv_cu_row(block.k, unit.k, key + block.valid_from, &unit.report->bad_k_entry);
+
+    const unsigned char *row = dkv_cu_row(block.k, unit.k, key + block.valid_from,
+                                          &unit.report->bad_k_entry);
     float sum = 0.0f;
     for (uint32_t r = 0; r < block.group * block.window; r++)
         sum += dkv_cu_load1(unit.q + (r / block.window) * block.q_head_stride +
@@ -145,8 +147,9 @@ __global__ void reference_logits(const dkv_cu_block *blocks, const dkv_cu_unit *
     const int row = blockIdx.y;
     if (key >= block.n_valid)
         return;
-    
-    const unsigned char *k = dkv_cu_row(block.k, unit.k, key + block.valid_from, &unit.report->bad_k_entry);
+
+    const unsigned char *k = dkv_cu_row(block.k, unit.k, key + block.valid_from,
+                                        &unit.report->bad_k_entry);
     const unsigned char *q = query_row(block, unit, row);
     double z = 0.0;
     for (uint32_t d = 0; d < block.head_dim; d++)
@@ -182,9 +185,8 @@ __global__ void reference_softmax(const dkv_cu_block *blocks, const dkv_cu_unit 
     const dkv_cu_block &block = blocks[unit.block];
     const int row = blockIdx.x;
     const double *z = to.logits + static_cast<size_t>(row) * block.n_valid;
-    const double sink = unit.sink_logits
-                            ? static_cast<double>(unit.sink_logits[row / block.window])
-                            : -1e300;
+    const double sink = unit.sink_logits ? static_cast<double>(unit.sink_logits[row / block.window])
+                                         : -1e300;
     double top = sink;
     for (uint32_t j = threadIdx.x; j < block.n_valid; j += blockDim.x)
         top = fmax(top, z[j]);
@@ -207,9 +209,10 @@ __global__ void reference_output(const dkv_cu_block *blocks, const dkv_cu_unit *
     const int row = blockIdx.y;
     const double *z = to.logits + static_cast<size_t>(row) * block.n_valid;
     double sum = 0.0;
-    
+
     for (uint32_t j = blockIdx.x; j < block.n_valid; j += gridDim.x) {
-        const unsigned char *v = dkv_cu_row(block.v, unit.v, j + block.valid_from, &unit.report->bad_k_entry);
+        const unsigned char *v = dkv_cu_row(block.v, unit.v, j + block.valid_from,
+                                            &unit.report->bad_k_entry);
         sum += exp(z[j] - to.top[row]) / to.sum[row] *
                static_cast<double>(dkv_cu_load1(v + 2 * threadIdx.x, block.q_dtype, 1.0f));
     }
@@ -225,12 +228,13 @@ __global__ void reference_scores(const dkv_cu_block *blocks, const dkv_cu_unit *
     const int lane = threadIdx.x % 32;
     if (key >= block.n_valid)
         return;
-    
-    const unsigned char *v = dkv_cu_row(block.v, unit.v, key + block.valid_from, &unit.report->bad_k_entry);
+
+    const unsigned char *v = dkv_cu_row(block.v, unit.v, key + block.valid_from,
+                                        &unit.report->bad_k_entry);
     double score = 0.0;
     for (uint32_t row = 0; row < block.group * block.window; row++) {
-        const double weight =
-            exp(to.logits[static_cast<size_t>(row) * block.n_valid + key] - to.top[row]);
+        const double weight = exp(to.logits[static_cast<size_t>(row) * block.n_valid + key] -
+                                  to.top[row]);
         const double others = to.sum[row] - weight;
         double distance = 0.0;
         for (uint32_t d = lane; d < block.v_dim; d += 32) {
@@ -337,7 +341,8 @@ void make_batch(const shape_case &c, const struct dkv_cu_device *device, uint32_
     fill_gaussian<<<1024, 256>>>(b->q, q_elements * c.blocks, seed + 1,
                                  c.pattern == PEAKED ? 4.0f : 1.0f, 0.0f, 0, half);
     for (uint32_t i = 0; i < c.blocks; i++) {
-        fill_gaussian<<<2048, 256>>>(kv + i * 2 * side, 2 * side, seed + 2 + i, 1.0f, 0.0f, 0, half);
+        fill_gaussian<<<2048, 256>>>(kv + i * 2 * side, 2 * side, seed + 2 + i, 1.0f, 0.0f, 0,
+                                     half);
         if (c.layout == DENSE && c.pattern == OFFSET)
             fill_gaussian<<<2048, 256>>>(kv + (2 * i + 1) * side, side, seed + 77, 1.0f, 4.0f, 0,
                                          half);
@@ -409,8 +414,7 @@ void make_batch(const shape_case &c, const struct dkv_cu_device *device, uint32_
     b->wave.blocks = b->upload(b->blocks);
     b->wave.units = b->upload(b->units);
     b->wave.shared = b->alloc<unsigned char>(dkv_cu_scorer_fast.shared_bytes(device));
-    b->extra_host.resize(
-        dkv_cu_scorer_fast.extra_bytes(device, &b->wave, 0, b->wave.n_units));
+    b->extra_host.resize(dkv_cu_scorer_fast.extra_bytes(device, &b->wave, 0, b->wave.n_units));
     b->extra = b->alloc<unsigned char>(b->extra_host.size());
     dkv_cu_scorer_fast.fill(device, &b->wave, 0, b->wave.n_units, b->extra_host.data());
     if (c.pattern == SINK)
