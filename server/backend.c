@@ -1,4 +1,4 @@
-/* The admission queue between those who submit and the workers, and the memory that clients lend.
+/* The admission queue between those who submit and the workers.
  *
  *   submit --> offer ---+                        +--> launch --> worker
  *                       v                        |                  |
@@ -12,48 +12,13 @@
  * but leaves endings to the loop's next turn, so that no caller sees its job end before it knows
  * that it was taken.
  */
-#include "server/backend.h"
+#include "server/backend_priv.h"
 
 #include "server/clock.h"
-#include "server/log.h"
 
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
-
-struct device {
-    struct dkv_worker *worker;
-    struct dkv_engine_info engine;
-    uint64_t scratch_bytes;
-    bool up;
-    struct dkv_run runs[DKV_ADMISSION_FLIGHT_MAX];
-};
-
-struct dkv_backend {
-    const struct dkv_config *config;
-    uv_loop_t *loop;
-    uv_timer_t timer;
-    struct dkv_arena *arena;
-    struct dkv_admission *queue;
-    struct dkv_admission_config limits;
-    struct dkv_list clients;
-    struct dkv_list ended; /* jobs answered without a device, until the loop's next turn */
-    struct device devices[DKV_ADMISSION_DEVICES_MAX];
-    unsigned n_devices;
-    unsigned n_running;      /* jobs */
-    struct dkv_loan **loans; /* [n_loans], by number - DKV_LINK_LOANS; NULL where there is none */
-    unsigned n_loans;
-    bool pumping;
-    bool again;
-};
-
-struct dkv_backend_client {
-    struct dkv_admission_client share;
-    struct dkv_backend *backend;
-    struct dkv_list node;
-    unsigned n_refs;
-    char name[64]; /* "": nobody else may find it */
-};
 
 static uint64_t now_us(void)
 {
@@ -63,209 +28,6 @@ static uint64_t now_us(void)
 static struct dkv_job *job_of(struct dkv_admission_entry *entry)
 {
     return DKV_LIST_OF(entry, struct dkv_job, entry);
-}
-
-/* ---- clients ---- */
-
-static void free_client(struct dkv_backend_client *client)
-{
-    dkv_admission_client_fini(client->backend->queue, &client->share);
-    dkv_list_remove(&client->node);
-    free(client);
-}
-
-static void free_if_unused(struct dkv_backend_client *client)
-{
-    if (client->n_refs == 0 && client->share.n_open == 0)
-        free_client(client);
-}
-
-struct dkv_backend_client *dkv_backend_client_get(struct dkv_backend *backend, const char *name)
-{
-    if (name != NULL)
-        DKV_LIST_EACH (node, &backend->clients) {
-            struct dkv_backend_client *client = DKV_LIST_OF(node, struct dkv_backend_client, node);
-            if (*client->name != '\0' && strcmp(client->name, name) == 0) {
-                client->n_refs++;
-                return client;
-            }
-        }
-    struct dkv_backend_client *client = calloc(1, sizeof(*client));
-    if (client == NULL)
-        return NULL;
-    client->backend = backend;
-    client->n_refs = 1;
-    snprintf(client->name, sizeof(client->name), "%s", name != NULL ? name : "");
-    dkv_admission_client_init(backend->queue, &client->share);
-    dkv_list_push_back(&backend->clients, &client->node);
-    return client;
-}
-
-bool dkv_backend_client_is(const struct dkv_backend_client *client, const char *name)
-{
-    return strcmp(client->name, name != NULL ? name : "") == 0;
-}
-
-void dkv_backend_client_put(struct dkv_backend_client *client)
-{
-    if (client == NULL)
-        return;
-    client->n_refs--;
-    free_if_unused(client);
-}
-
-/* ---- loans ---- */
-
-static void release_if_free(struct dkv_loan *loan)
-{
-    if (!loan->detached || loan->n_jobs > 0 || loan->holding != 0)
-        return;
-    const dkv_loan_released_fn on_released = loan->on_released;
-    void *owner = loan->owner;
-    loan->backend->loans[loan->number - DKV_LINK_LOANS] = NULL;
-    dkv_loan_free(loan);
-    if (on_released != NULL)
-        on_released(owner);
-}
-
-/* Tells a worker of a loan that is in use. */
-static void show_loan(struct dkv_backend *backend, unsigned d, struct dkv_loan *loan)
-{
-    loan->attaching |= 1u << d;
-    loan->holding |= 1u << d;
-    dkv_worker_attach(backend->devices[d].worker, loan);
-}
-
-/* The owner has let go and no job needs it: the workers shall too. */
-static void withdraw(struct dkv_loan *loan)
-{
-    struct dkv_backend *backend = loan->backend;
-    if (!loan->detached || loan->n_jobs > 0)
-        return;
-    for (unsigned d = 0; d < backend->n_devices; d++)
-        if (loan->holding & 1u << d)
-            dkv_worker_detach(backend->devices[d].worker, loan);
-    release_if_free(loan);
-}
-
-static void hold_loans(struct dkv_job *job)
-{
-    for (unsigned i = 0; i < job->n_loans; i++) {
-        assert(!job->loans[i]->detached);
-        job->loans[i]->n_jobs++;
-    }
-}
-
-static void drop_loans(struct dkv_job *job)
-{
-    for (unsigned i = 0; i < job->n_loans; i++)
-        if (--job->loans[i]->n_jobs == 0)
-            withdraw(job->loans[i]);
-    job->n_loans = 0;
-}
-
-static bool find_number(struct dkv_backend *backend, struct dkv_loan *loan)
-{
-    unsigned i = 0;
-    while (i < backend->n_loans && backend->loans[i] != NULL)
-        i++;
-    if (i == DKV_LOANS_MAX)
-        return false;
-    if (i == backend->n_loans) {
-        const unsigned n = backend->n_loans == 0 ? 64 : 2 * backend->n_loans;
-        struct dkv_loan **loans = realloc(backend->loans, n * sizeof(struct dkv_loan *));
-        if (loans == NULL)
-            return false;
-        memset(loans + backend->n_loans, 0, (n - backend->n_loans) * sizeof(struct dkv_loan *));
-        backend->loans = loans;
-        backend->n_loans = n;
-    }
-    backend->loans[i] = loan;
-    loan->number = DKV_LINK_LOANS + i;
-    return true;
-}
-
-static void tell_attached(struct dkv_loan *loan)
-{
-    const dkv_loan_attached_fn on_attached = loan->on_attached;
-    loan->on_attached = NULL;
-    if (on_attached != NULL && !loan->detached)
-        on_attached(loan, loan->owner, &loan->error);
-}
-
-enum dkv_status dkv_backend_attach(struct dkv_backend *backend, int fd, uint64_t offset,
-                                   uint64_t bytes, dkv_loan_attached_fn on_attached, void *owner,
-                                   struct dkv_loan **loan_out, struct dkv_error *err)
-{
-    struct dkv_loan *loan;
-    enum dkv_status status = dkv_loan_new(fd, offset, bytes, &loan, err);
-    if (status != DKV_OK)
-        return status;
-    loan->backend = backend;
-    if (!find_number(backend, loan)) {
-        dkv_loan_free(loan);
-        return dkv_error_set(err, DKV_E_TOO_LARGE, "region: there are %u already", DKV_LOANS_MAX);
-    }
-    loan->on_attached = on_attached;
-    loan->owner = owner;
-    *loan_out = loan;
-    for (unsigned d = 0; d < backend->n_devices; d++)
-        if (backend->devices[d].up)
-            show_loan(backend, d, loan);
-    if (loan->attaching == 0)
-        tell_attached(loan);
-    return DKV_OK;
-}
-
-void dkv_backend_detach(struct dkv_loan *loan, dkv_loan_released_fn on_released, void *owner)
-{
-    loan->detached = true;
-    loan->on_released = on_released;
-    loan->owner = owner;
-    withdraw(loan);
-}
-
-static void on_attached(void *owner, unsigned index, uint32_t number, const struct dkv_error *error)
-{
-    struct dkv_backend *backend = owner;
-    struct dkv_loan *loan = backend->loans[number - DKV_LINK_LOANS];
-    if (loan == NULL)
-        return;
-    if (error->status != DKV_OK)
-        loan->error = *error;
-    loan->attaching &= ~(1u << index);
-    if (loan->attaching == 0)
-        tell_attached(loan);
-}
-
-static void on_detached(void *owner, unsigned index, uint32_t number)
-{
-    struct dkv_backend *backend = owner;
-    struct dkv_loan *loan = backend->loans[number - DKV_LINK_LOANS];
-    if (loan == NULL)
-        return;
-    loan->holding &= ~(1u << index);
-    release_if_free(loan);
-}
-
-static void each_loan(struct dkv_backend *backend, unsigned d,
-                      void (*act)(struct dkv_backend *, unsigned, struct dkv_loan *))
-{
-    for (unsigned i = 0; i < backend->n_loans; i++)
-        if (backend->loans[i] != NULL)
-            act(backend, d, backend->loans[i]);
-}
-
-/* The process that had it is gone, and its mapping with it. Where nothing can be mapped any more,
- * the question whether it can be is answered by the next worker. */
-static void forget_loan(struct dkv_backend *backend, unsigned d, struct dkv_loan *loan)
-{
-    (void)backend;
-    loan->holding &= ~(1u << d);
-    loan->attaching &= ~(1u << d);
-    if (loan->attaching == 0)
-        tell_attached(loan);
-    release_if_free(loan);
 }
 
 /* ---- how jobs end ---- */
@@ -288,13 +50,13 @@ static void hand_out(struct dkv_job *job)
 {
     struct dkv_backend_client *client = job->client;
     job->client = NULL;
-    drop_loans(job);
+    dkv_backend_drop_loans(job);
     if (job->entry.status != DKV_OK) {
         job->status = dkv_error_set(&job->error, job->entry.status, "%s", ending_text(&job->entry));
         job->finished_ns = dkv_clock_ns();
     }
     job->done(job, job->owner); /* the job may be gone now */
-    free_if_unused(client);
+    dkv_backend_client_free_if_unused(client);
 }
 
 static void hand_out_ended(struct dkv_backend *backend)
@@ -311,7 +73,7 @@ static void hand_out_ended(struct dkv_backend *backend)
 
 /* ---- launches ---- */
 
-static struct dkv_run *free_run(struct device *device)
+static struct dkv_run *free_run(struct dkv_backend_device *device)
 {
     for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++)
         if (device->runs[i].batch == NULL)
@@ -322,7 +84,7 @@ static struct dkv_run *free_run(struct device *device)
 
 static void launch(struct dkv_backend *backend, struct dkv_admission_batch *batch)
 {
-    struct device *device = &backend->devices[batch->device];
+    struct dkv_backend_device *device = &backend->devices[batch->device];
     struct dkv_run *run = free_run(device);
     run->batch = batch;
     run->n_jobs = 0;
@@ -386,7 +148,7 @@ static void on_up(void *owner, unsigned index, const struct dkv_engine_info *inf
     dkv_admission_device_up(backend->queue, index);
     if (backend->devices[index].worker == NULL)
         return; /* while it opens: no loan yet, and nothing to run */
-    each_loan(backend, index, show_loan);
+    dkv_backend_each_loan(backend, index, dkv_backend_show_loan);
     pump(backend);
 }
 
@@ -422,7 +184,7 @@ static void on_done(void *owner, unsigned index, struct dkv_run *run, uint64_t s
     pump(backend);
 }
 
-static void forget_runs(struct dkv_backend *backend, struct device *device)
+static void forget_runs(struct dkv_backend *backend, struct dkv_backend_device *device)
 {
     for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++)
         if (device->runs[i].batch != NULL) {
@@ -440,62 +202,11 @@ static void on_lost(void *owner, unsigned index, bool for_good)
         dkv_admission_device_retire(backend->queue, index, now_us());
     else
         dkv_admission_device_lost(backend->queue, index, now_us());
-    each_loan(backend, index, forget_loan);
+    dkv_backend_each_loan(backend, index, dkv_backend_forget_loan);
     pump(backend);
 }
 
 /* ---- open and close ---- */
-
-static uint64_t or_half(uint64_t value, uint64_t of)
-{
-    return value != 0 ? value : of - of / 2;
-}
-
-static uint64_t at_most(uint64_t value, uint64_t limit)
-{
-    return value < limit ? value : limit;
-}
-
-static uint32_t count_devices(const struct dkv_config *config, bool *any_gpu_out)
-{
-    char name[DKV_DEVICE_NAME_BYTES];
-    uint32_t n = 0;
-    *any_gpu_out = false;
-    for (; dkv_config_device(config, n, name); n++)
-        *any_gpu_out |= strcmp(name, "cpu") != 0;
-    return n;
-}
-
-enum dkv_status dkv_backend_limits(const struct dkv_config *config,
-                                   struct dkv_admission_config *limits_out, struct dkv_error *err)
-{
-    bool any_gpu;
-    const uint32_t n_devices = count_devices(config, &any_gpu);
-    const uint32_t suits = any_gpu ? 2 : 1;
-    *limits_out = (struct dkv_admission_config){
-        .n_devices = n_devices,
-        .n_levels = (uint32_t)config->priorities,
-        .default_level = (uint32_t)config->default_priority,
-        .aging_batches = (uint32_t)config->aging_batches,
-        .max_flight = config->batches_in_flight != 0 ? (uint32_t)config->batches_in_flight : suits,
-        .max_queue_delay_us = config->max_queue_delay_us,
-        .batch_blocks = (uint32_t)config->max_batch_items,
-        .batch_tokens = config->max_batch_tokens,
-        .batch_bytes = config->max_batch_bytes,
-        .max_entries = (uint32_t)config->max_queue_requests,
-        .max_bytes = config->max_queue_read_bytes,
-        .client_max_entries = (uint32_t)at_most(
-            or_half(config->max_client_requests, config->max_queue_requests),
-            config->max_queue_requests),
-        .client_max_bytes = at_most(
-            or_half(config->max_client_read_bytes, config->max_queue_read_bytes),
-            config->max_queue_read_bytes),
-        .quantum_bytes = config->quantum_bytes,
-        .max_timeout_us = config->request_timeout_ms * 1000,
-        .restart_us = 200000,
-    };
-    return dkv_admission_config_check(limits_out, err);
-}
 
 static bool make_runs(struct dkv_backend *backend)
 {
@@ -512,12 +223,8 @@ static bool make_runs(struct dkv_backend *backend)
 static void free_backend(uv_handle_t *handle)
 {
     struct dkv_backend *backend = handle->data;
-    DKV_LIST_EACH_SAFE (node, &backend->clients)
-        free_client(DKV_LIST_OF(node, struct dkv_backend_client, node));
-    for (unsigned i = 0; i < backend->n_loans; i++)
-        if (backend->loans[i] != NULL)
-            dkv_loan_free(backend->loans[i]);
-    free(backend->loans);
+    dkv_backend_free_clients(backend);
+    dkv_backend_free_loans(backend);
     dkv_admission_free(backend->queue);
     for (unsigned d = 0; d < backend->n_devices; d++)
         for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++)
@@ -539,8 +246,8 @@ enum dkv_status dkv_backend_open(const struct dkv_config *config, uv_loop_t *loo
     dkv_list_init(&backend->ended);
     uv_timer_init(loop, &backend->timer);
     backend->timer.data = backend;
-    const struct dkv_worker_calls calls = {backend, on_up,       on_done,
-                                           on_lost, on_attached, on_detached};
+    const struct dkv_worker_calls calls = {
+        backend, on_up, on_done, on_lost, dkv_backend_on_attached, dkv_backend_on_detached};
     enum dkv_status status = dkv_backend_limits(config, &backend->limits, err);
     if (status == DKV_OK)
         status = dkv_admission_new(&backend->limits, &backend->queue, err);
@@ -548,7 +255,7 @@ enum dkv_status dkv_backend_open(const struct dkv_config *config, uv_loop_t *loo
     if (status == DKV_OK && !make_runs(backend))
         status = dkv_error_set(err, DKV_E_NOMEM, "no memory for the backend");
     for (unsigned d = 0; status == DKV_OK && d < backend->n_devices; d++) {
-        struct device *device = &backend->devices[d];
+        struct dkv_backend_device *device = &backend->devices[d];
         char name[DKV_DEVICE_NAME_BYTES];
         dkv_config_device(config, d, name);
         status = dkv_worker_open(config, name, d, loop, arena, device->runs, &calls,
@@ -566,12 +273,12 @@ void dkv_backend_close(struct dkv_backend *backend)
     if (backend == NULL)
         return;
     for (unsigned d = 0; d < backend->n_devices; d++) {
-        struct device *device = &backend->devices[d];
+        struct dkv_backend_device *device = &backend->devices[d];
         dkv_worker_close(device->worker);
         device->worker = NULL;
         device->up = false;
         forget_runs(backend, device);
-        each_loan(backend, d, forget_loan);
+        dkv_backend_each_loan(backend, d, dkv_backend_forget_loan);
     }
     if (backend->queue != NULL) {
         dkv_admission_fail_all(backend->queue, DKV_E_DRAINING, now_us());
@@ -613,7 +320,7 @@ enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_backe
         backend->queue, &client->share, &job->entry, job->queued_ns / 1000, &refusal_out->retry_us,
         err);
     if (verdict == DKV_ADMISSION_DEGRADED) {
-        hold_loans(job);
+        dkv_backend_hold_loans(job);
         answer_by_recency(backend, job);
         return DKV_OK;
     }
@@ -622,7 +329,7 @@ enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_backe
         refusal_out->http_status = dkv_admission_verdict_info(verdict)->http_status;
         return dkv_admission_verdict_info(verdict)->status;
     }
-    hold_loans(job);
+    dkv_backend_hold_loans(job);
     launch_all(backend);
     pump_soon(backend);
     return DKV_OK;
@@ -666,11 +373,7 @@ void dkv_backend_info(struct dkv_backend *backend, struct dkv_backend_info *info
     info_out->engine.scratch_bytes = 0;
     for (unsigned d = 0; d < backend->n_devices; d++)
         info_out->engine.scratch_bytes += backend->devices[d].scratch_bytes;
-    for (unsigned i = 0; i < backend->n_loans; i++)
-        if (backend->loans[i] != NULL) {
-            info_out->n_loans++;
-            info_out->loan_bytes += backend->loans[i]->bytes;
-        }
+    dkv_backend_count_loans(backend, info_out);
     dkv_admission_stats(backend->queue, now_us(), &info_out->queue);
     for (unsigned i = 0; i < info_out->n_levels; i++)
         info_out->n_queued += info_out->queue.level[i].n_waiting;

@@ -451,42 +451,56 @@ static int by_value(const void *a, const void *b)
     return (x > y) - (x < y);
 }
 
-/* 8 GiB of a client's memory are mapped; each new worker maps them again and answers from them. */
+/* 8 GiB of clients' memory are mapped, as 256 loans of one file without holes; each new worker maps
+ * them all again and answers from the last one. */
 static void killed_workers_are_replaced_with_their_loans(void **state)
 {
-    enum { KILLS = 50 };
+    enum { KILLS = 50, LOANS = 256 };
+    struct dkv_loan *loans[LOANS];
     struct world world;
     double ms[KILLS];
     int32_t keep[KV_HEADS * KEEP];
     (void)state;
     open_world(&world, NULL);
-    const uint64_t bytes = UINT64_C(8) << 30, at = bytes - ALL_BYTES;
+    const uint64_t bytes = UINT64_C(32) << 20, at = bytes - ALL_BYTES;
     const int fd = make_file(bytes, true);
+    assert_int_equal(fallocate(fd, 0, 0, (off_t)bytes), 0);
     write_file(fd, data, ALL_BYTES, at);
-    struct dkv_loan *loan = lend(&world, fd, 0, bytes);
+    for (int i = 0; i < LOANS; i++)
+        loans[i] = lend(&world, fd, 0, bytes);
+    struct dkv_loan *loan = loans[LOANS - 1];
+    assert_false(loan->loose);
     close(fd);
     struct dkv_block block = dense_block((const char *)dkv_loan_base(loan) + at);
     expected_answer(&world, keep);
     for (int i = 0; i < KILLS; i++) {
         bool done;
+        struct dkv_backend_info info;
+        const int old = worker_pid(&world);
         struct dkv_job *job = make_job(&world, &block, loan);
         const uint64_t began_ns = dkv_clock_ns();
         submit(&world, job, &done); /* in flight, or about to be, when the worker dies */
-        kill(worker_pid(&world), SIGKILL);
+        kill(old, SIGKILL);
         while (!done)
             turn(&world);
-        ms[i] = (double)(dkv_clock_ns() - began_ns) * 1e-6;
         if (job->status != DKV_OK)
             fail_msg("%s", job->error.text);
         assert_memory_equal(job->keep, keep, sizeof(keep));
         dkv_job_free(job);
+        /* The old one may have been quick enough: the new one has to answer too. */
+        for (dkv_backend_info(world.backend, &info); !info.ready || info.workers[0].pid == old;
+             dkv_backend_info(world.backend, &info))
+            turn(&world);
+        check_answer(&world, &block, loan);
+        ms[i] = (double)(dkv_clock_ns() - began_ns) * 1e-6;
     }
     qsort(ms, KILLS, sizeof(ms[0]), by_value);
     print_message("8 GiB lent, %d workers killed: answered after %.1f ms (median), %.1f ms "
                   "(worst), 0 lost\n",
                   KILLS, ms[KILLS / 2], ms[KILLS - 1]);
     assert_true(ms[KILLS / 2] < 500 && ms[KILLS - 1] < 1000);
-    give_back(&world, loan);
+    for (int i = 0; i < LOANS; i++)
+        give_back(&world, loans[i]);
     close_world(&world);
 }
 

@@ -1,0 +1,184 @@
+/* Who has a loan: its owner, jobs, workers. It ends when none of them does.
+ *
+ *   attach --> shown to every worker that is up, and to each that comes up later
+ *   detach --> no new job; when the last job has ended the workers are told; when the last of them
+ *              has answered, or is gone, the loan is
+ *
+ * Two bits per worker say what is open: `attaching`, it has not said whether it could map it, and
+ * `holding`, it was told and may have it. A worker's end clears both.
+ */
+#include "server/backend_priv.h"
+
+#include <assert.h>
+#include <stdlib.h>
+#include <string.h>
+
+static void release_if_free(struct dkv_loan *loan)
+{
+    if (!loan->detached || loan->n_jobs > 0 || loan->holding != 0)
+        return;
+    const dkv_loan_released_fn on_released = loan->on_released;
+    void *owner = loan->owner;
+    loan->backend->loans[loan->number - DKV_LINK_LOANS] = NULL;
+    dkv_loan_free(loan);
+    if (on_released != NULL)
+        on_released(owner);
+}
+
+/* Tells a worker of a loan that is in use. */
+void dkv_backend_show_loan(struct dkv_backend *backend, unsigned d, struct dkv_loan *loan)
+{
+    loan->attaching |= 1u << d;
+    loan->holding |= 1u << d;
+    dkv_worker_attach(backend->devices[d].worker, loan);
+}
+
+/* The owner has let go and no job needs it: the workers shall too. */
+static void withdraw(struct dkv_loan *loan)
+{
+    struct dkv_backend *backend = loan->backend;
+    if (!loan->detached || loan->n_jobs > 0)
+        return;
+    for (unsigned d = 0; d < backend->n_devices; d++)
+        if (loan->holding & 1u << d)
+            dkv_worker_detach(backend->devices[d].worker, loan);
+    release_if_free(loan);
+}
+
+void dkv_backend_hold_loans(struct dkv_job *job)
+{
+    for (unsigned i = 0; i < job->n_loans; i++) {
+        assert(!job->loans[i]->detached);
+        job->loans[i]->n_jobs++;
+    }
+}
+
+void dkv_backend_drop_loans(struct dkv_job *job)
+{
+    for (unsigned i = 0; i < job->n_loans; i++)
+        if (--job->loans[i]->n_jobs == 0)
+            withdraw(job->loans[i]);
+    job->n_loans = 0;
+}
+
+static bool find_number(struct dkv_backend *backend, struct dkv_loan *loan)
+{
+    unsigned i = 0;
+    while (i < backend->n_loans && backend->loans[i] != NULL)
+        i++;
+    if (i == DKV_LOANS_MAX)
+        return false;
+    if (i == backend->n_loans) {
+        const unsigned n = backend->n_loans == 0 ? 64 : 2 * backend->n_loans;
+        struct dkv_loan **loans = realloc(backend->loans, n * sizeof(struct dkv_loan *));
+        if (loans == NULL)
+            return false;
+        memset(loans + backend->n_loans, 0, (n - backend->n_loans) * sizeof(struct dkv_loan *));
+        backend->loans = loans;
+        backend->n_loans = n;
+    }
+    backend->loans[i] = loan;
+    loan->number = DKV_LINK_LOANS + i;
+    return true;
+}
+
+static void tell_attached(struct dkv_loan *loan)
+{
+    const dkv_loan_attached_fn on_attached = loan->on_attached;
+    loan->on_attached = NULL;
+    if (on_attached != NULL && !loan->detached)
+        on_attached(loan, loan->owner, &loan->error);
+}
+
+enum dkv_status dkv_backend_attach(struct dkv_backend *backend, int fd, uint64_t offset,
+                                   uint64_t bytes, dkv_loan_attached_fn on_attached, void *owner,
+                                   struct dkv_loan **loan_out, struct dkv_error *err)
+{
+    struct dkv_loan *loan;
+    enum dkv_status status = dkv_loan_new(fd, offset, bytes, &loan, err);
+    if (status != DKV_OK)
+        return status;
+    loan->backend = backend;
+    if (!find_number(backend, loan)) {
+        dkv_loan_free(loan);
+        return dkv_error_set(err, DKV_E_TOO_LARGE, "region: there are %u already", DKV_LOANS_MAX);
+    }
+    loan->on_attached = on_attached;
+    loan->owner = owner;
+    *loan_out = loan;
+    for (unsigned d = 0; d < backend->n_devices; d++)
+        if (backend->devices[d].up)
+            dkv_backend_show_loan(backend, d, loan);
+    if (loan->attaching == 0)
+        tell_attached(loan);
+    return DKV_OK;
+}
+
+void dkv_backend_detach(struct dkv_loan *loan, dkv_loan_released_fn on_released, void *owner)
+{
+    loan->detached = true;
+    loan->on_released = on_released;
+    loan->owner = owner;
+    withdraw(loan);
+}
+
+void dkv_backend_on_attached(void *owner, unsigned index, uint32_t number,
+                             const struct dkv_error *error)
+{
+    struct dkv_backend *backend = owner;
+    struct dkv_loan *loan = backend->loans[number - DKV_LINK_LOANS];
+    if (loan == NULL)
+        return;
+    if (error->status != DKV_OK)
+        loan->error = *error;
+    loan->attaching &= ~(1u << index);
+    if (loan->attaching == 0)
+        tell_attached(loan);
+}
+
+void dkv_backend_on_detached(void *owner, unsigned index, uint32_t number)
+{
+    struct dkv_backend *backend = owner;
+    struct dkv_loan *loan = backend->loans[number - DKV_LINK_LOANS];
+    if (loan == NULL)
+        return;
+    loan->holding &= ~(1u << index);
+    release_if_free(loan);
+}
+
+void dkv_backend_each_loan(struct dkv_backend *backend, unsigned d,
+                           void (*act)(struct dkv_backend *, unsigned, struct dkv_loan *))
+{
+    for (unsigned i = 0; i < backend->n_loans; i++)
+        if (backend->loans[i] != NULL)
+            act(backend, d, backend->loans[i]);
+}
+
+/* The process that had it is gone, and its mapping with it. Where nothing can be mapped any more,
+ * the question whether it can be is answered by the next worker. */
+void dkv_backend_forget_loan(struct dkv_backend *backend, unsigned d, struct dkv_loan *loan)
+{
+    (void)backend;
+    loan->holding &= ~(1u << d);
+    loan->attaching &= ~(1u << d);
+    if (loan->attaching == 0)
+        tell_attached(loan);
+    release_if_free(loan);
+}
+
+void dkv_backend_count_loans(const struct dkv_backend *backend, struct dkv_backend_info *info_out)
+{
+    for (unsigned i = 0; i < backend->n_loans; i++)
+        if (backend->loans[i] != NULL) {
+            info_out->n_loans++;
+            info_out->loan_bytes += backend->loans[i]->bytes;
+        }
+}
+
+void dkv_backend_free_loans(struct dkv_backend *backend)
+{
+    for (unsigned i = 0; i < backend->n_loans; i++)
+        if (backend->loans[i] != NULL)
+            dkv_loan_free(backend->loans[i]);
+    free(backend->loans);
+}

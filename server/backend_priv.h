@@ -1,0 +1,75 @@
+/* What the files of the backend share; nobody else includes this.
+ *
+ *   backend.c         jobs on their way through the queue, and what workers say
+ *   backend_client.c  clients of the fair share
+ *   backend_loan.c    memory that clients lend
+ *   backend_limits.c  what the configuration says about the queue
+ *
+ * Thread  loop.
+ */
+#ifndef DKV_SERVER_BACKEND_PRIV_H
+#define DKV_SERVER_BACKEND_PRIV_H
+
+#include "server/backend.h"
+
+struct dkv_backend_device {
+    struct dkv_worker *worker;
+    struct dkv_engine_info engine;
+    uint64_t scratch_bytes;
+    bool up;
+    struct dkv_run runs[DKV_ADMISSION_FLIGHT_MAX];
+};
+
+struct dkv_backend {
+    const struct dkv_config *config;
+    uv_loop_t *loop;
+    uv_timer_t timer;
+    struct dkv_arena *arena;
+    struct dkv_admission *queue;
+    struct dkv_admission_config limits;
+    struct dkv_list clients;
+    struct dkv_list ended; /* jobs answered without a device, until the loop's next turn */
+    struct dkv_backend_device devices[DKV_ADMISSION_DEVICES_MAX];
+    unsigned n_devices;
+    unsigned n_running;      /* jobs */
+    struct dkv_loan **loans; /* [n_loans], by number - DKV_LINK_LOANS; NULL where there is none */
+    unsigned n_loans;
+    bool pumping;
+    bool again;
+};
+
+struct dkv_backend_client {
+    struct dkv_admission_client share;
+    struct dkv_backend *backend;
+    struct dkv_list node;
+    unsigned n_refs;
+    char name[64]; /* "": nobody else may find it */
+};
+
+/* ---- clients ---- */
+
+/* Frees a client that nobody holds and whose last job has ended. */
+void dkv_backend_client_free_if_unused(struct dkv_backend_client *client);
+void dkv_backend_free_clients(struct dkv_backend *backend);
+
+/* ---- loans ---- */
+
+/* A job that names loans is taken, and ends. */
+void dkv_backend_hold_loans(struct dkv_job *job);
+void dkv_backend_drop_loans(struct dkv_job *job);
+
+/* For each loan: tell a new worker of it; forget that a worker had it, which is gone. */
+void dkv_backend_each_loan(struct dkv_backend *backend, unsigned d,
+                           void (*act)(struct dkv_backend *, unsigned, struct dkv_loan *));
+void dkv_backend_show_loan(struct dkv_backend *backend, unsigned d, struct dkv_loan *loan);
+void dkv_backend_forget_loan(struct dkv_backend *backend, unsigned d, struct dkv_loan *loan);
+
+/* What workers answer: members of dkv_worker_calls. */
+void dkv_backend_on_attached(void *owner, unsigned index, uint32_t number,
+                             const struct dkv_error *error);
+void dkv_backend_on_detached(void *owner, unsigned index, uint32_t number);
+
+void dkv_backend_count_loans(const struct dkv_backend *backend, struct dkv_backend_info *info_out);
+void dkv_backend_free_loans(struct dkv_backend *backend);
+
+#endif
