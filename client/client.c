@@ -183,16 +183,15 @@ enum dropkv_status dropkv_client_open(const char *endpoint,
     else if (strncasecmp(endpoint, "http://", 7) == 0 || strncasecmp(endpoint, "https://", 8) == 0)
         status = dkv_client_open(endpoint, options, &dkv_transport_http, client_out, err);
     else if (strncmp(endpoint, "unix:", 5) == 0)
-        status = dkv_error_set(err, DKV_E_UNSUPPORTED,
-                               "endpoint unix: is not supported by version %s; use http://",
-                               dropkv_version());
+        status = dkv_client_open(endpoint, options, &dkv_transport_ipc, client_out, err);
     else if (strncmp(endpoint, "embedded:", 9) == 0)
         status = dkv_error_set(err, DKV_E_UNSUPPORTED,
                                "endpoint embedded: needs the engine, which libdropkv does not "
                                "contain; dropkv-client does");
     else
-        status = dkv_error_set(err, DKV_E_INVALID,
-                               "endpoint is not of the form http://HOST:PORT or https://HOST:PORT");
+        status = dkv_error_set(
+            err, DKV_E_INVALID,
+            "endpoint is not of the form unix:///PATH, http://HOST:PORT or https://HOST:PORT");
     return (enum dropkv_status)status;
 }
 
@@ -215,6 +214,24 @@ void dropkv_client_close(struct dropkv_client *client)
     drop_jobs(&client->finished);
     client->ops->close(client->transport);
     free(client);
+}
+
+/* ---- buffers ---- */
+
+enum dropkv_status dropkv_client_add_buffer(struct dropkv_client *client,
+                                            const struct dropkv_buffer *buffer,
+                                            struct dropkv_error *error)
+{
+    if (client->ops->add_buffer == NULL)
+        return DROPKV_OK;
+    return (enum dropkv_status)client->ops->add_buffer(client->transport, buffer,
+                                                       (struct dkv_error *)error);
+}
+
+void dropkv_client_remove_buffer(struct dropkv_client *client, const struct dropkv_buffer *buffer)
+{
+    if (client->ops->remove_buffer != NULL)
+        client->ops->remove_buffer(client->transport, buffer);
 }
 
 /* ---- submitting and taking ---- */

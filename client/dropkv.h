@@ -138,9 +138,9 @@ struct dropkv_client_options {
 
 /* Makes a client for an endpoint. Connects to nothing yet: the first request does.
  *
- * endpoint   "http://HOST:PORT" or "https://HOST:PORT", with an optional path prefix. In this
- *            version "unix:///PATH" is UNSUPPORTED, as is "embedded:" outside dropkv-client.
- *            Copied.
+ * endpoint   "unix:///PATH", the socket of a daemon on this host; "http://HOST:PORT" or
+ *            "https://HOST:PORT", with an optional path prefix. "embedded:" is UNSUPPORTED outside
+ *            dropkv-client. Copied.
  * options    NULL: all defaults. Copied.
  * client_out the caller's, to be closed by dropkv_client_close(); written only on success.
  * Errors     INVALID: not an endpoint, or an option out of range. UNSUPPORTED. NOMEM.
@@ -153,6 +153,46 @@ DROPKV_API enum dropkv_status dropkv_client_open(const char *endpoint,
 /* Abandons what is in flight and frees everything but results that were taken already. NULL is
  * fine. */
 DROPKV_API void dropkv_client_close(struct dropkv_client *client);
+
+/* ---- memory shared with a daemon on the same host ----
+ *
+ * Over unix:/// tensors that lie in a buffer are read by the daemon where they are; others are
+ * sent. The answers are the same. With other endpoints a buffer is memory like any other, so a
+ * program need not know which one it has.
+ *
+ *     struct dropkv_buffer *buffer;
+ *     dropkv_buffer_new(bytes, &buffer, &error);
+ *     dropkv_client_add_buffer(client, buffer, &error);
+ *     request.key.data = (char *)dropkv_buffer_data(buffer) + offset;
+ */
+
+struct dropkv_buffer;
+
+/* A memfd of `bytes`, sealed against shrinking and growing, allocated and mapped, zeroed. NOMEM,
+ * INVALID for 0 bytes. */
+DROPKV_API enum dropkv_status dropkv_buffer_new(size_t bytes, struct dropkv_buffer **buffer_out,
+                                                struct dropkv_error *error);
+
+/* Not before it was removed from its clients, or they were closed. NULL is fine. */
+DROPKV_API void dropkv_buffer_free(struct dropkv_buffer *buffer);
+
+DROPKV_API void *dropkv_buffer_data(const struct dropkv_buffer *buffer);
+DROPKV_API size_t dropkv_buffer_bytes(const struct dropkv_buffer *buffer);
+
+/* The memfd, to be passed to other processes that write there. Owned by the buffer. */
+DROPKV_API int dropkv_buffer_fd(const struct dropkv_buffer *buffer);
+
+/* Tensors of requests submitted from now on may lie in the buffer. A client registers it with its
+ * daemon, and again whenever it has to connect again. The buffer is borrowed until it is removed or
+ * the client is closed. One that the daemon refuses is sent like other memory. NOMEM. */
+DROPKV_API enum dropkv_status dropkv_client_add_buffer(struct dropkv_client *client,
+                                                       const struct dropkv_buffer *buffer,
+                                                       struct dropkv_error *error);
+
+/* Requests in flight that use it are still answered. The daemon may look at the memory until they
+ * are. */
+DROPKV_API void dropkv_client_remove_buffer(struct dropkv_client *client,
+                                            const struct dropkv_buffer *buffer);
 
 /* ---- a request ---- */
 

@@ -2,8 +2,8 @@
  *
  * A job is one call on its way. The client makes it, a transport carries it and hands it back by
  * dkv_job_done(); until then the transport may read the job's tensors. Transports: HTTP
- * (client/http.c); the engine inside the process (client/cli/embedded.c), which only the command
- * line links.
+ * (client/http.c); the local socket (client/ipc.c); the engine inside the process
+ * (client/cli/embedded.c), which only the command line links.
  *
  * Thread  the client's.
  */
@@ -62,10 +62,19 @@ struct dkv_transport_ops {
                               struct dkv_error *err);
     enum dkv_status (*info)(struct dkv_transport *transport, int64_t deadline_ns,
                             struct dkv_oip_info *info_out, struct dkv_error *err);
+
+    /* From now on, or no longer, tensors in the buffer need no copy. NULL: it makes no difference
+     * to this transport. */
+    enum dkv_status (*add_buffer)(struct dkv_transport *transport,
+                                  const struct dropkv_buffer *buffer, struct dkv_error *err);
+    void (*remove_buffer)(struct dkv_transport *transport, const struct dropkv_buffer *buffer);
 };
 
 /* HTTP(S), through libcurl. */
 extern const struct dkv_transport_ops dkv_transport_http;
+
+/* The local socket (client/ipc.c). */
+extern const struct dkv_transport_ops dkv_transport_ipc;
 
 /* Opens a client on a transport: what dropkv_client_open() does once it knows which. */
 enum dkv_status dkv_client_open(const char *endpoint, const struct dropkv_client_options *options,

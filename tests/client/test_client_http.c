@@ -424,7 +424,7 @@ static void endpoints_are_checked_when_opened(void **state)
         {"http://", DROPKV_E_INVALID, "http://HOST:PORT"},
         {"http://host:99999", DROPKV_E_INVALID, "http://HOST:PORT"},
         {"http://host?x", DROPKV_E_INVALID, "may follow"},
-        {"unix:///run/dropkv/dropkvd.sock", DROPKV_E_UNSUPPORTED, "unix:"},
+        {"unix:run/dropkvd.sock", DROPKV_E_INVALID, "unix:///PATH"},
         {"embedded:", DROPKV_E_UNSUPPORTED, "dropkv-client"},
     };
     struct dropkv_client *client = NULL;

@@ -1,0 +1,386 @@
+/* The local socket through the library's calls, against a real daemon: the answers are those of the
+ * engine in this process.
+ *
+ * usage: test_client_ipc DROPKVD
+ */
+#include "client/cli/embedded.h"
+#include "client/cli/synth.h"
+
+#include <math.h>
+#include <poll.h>
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+enum { Q_HEADS = 4, KV_HEADS = 2, TOKENS = 300, DIM = 32, ROWS = 8, BATCH = 3 };
+
+/* One request's tensors, in a buffer or not. */
+struct tensors {
+    float query[BATCH][Q_HEADS][ROWS][DIM];
+    float key[BATCH][KV_HEADS][TOKENS][DIM];
+    float value[BATCH][KV_HEADS][TOKENS][DIM];
+};
+
+static const char *program;
+static char folder[] = "/tmp/dropkv-test-XXXXXX";
+static char path[64];
+static char endpoint[80];
+static pid_t daemon_pid;
+static FILE *daemon_log; /* of a few lines, which the pipe holds */
+static struct tensors tensors;
+static const struct dropkv_param params[] = {{"keep_tokens", DROPKV_PARAM_INT, 30, 0, NULL}};
+
+static void start_daemon(void)
+{
+    int log[2];
+    char line[512];
+    assert_int_equal(pipe(log), 0);
+    daemon_pid = fork();
+    if (daemon_pid == 0) {
+        dup2(log[1], STDERR_FILENO);
+        close(log[0]);
+        close(log[1]);
+        execl(program, program, "--http", "off", "--socket", path, (char *)NULL);
+        _exit(127);
+    }
+    close(log[1]);
+    daemon_log = fdopen(log[0], "r");
+    do
+        if (fgets(line, sizeof(line), daemon_log) == NULL)
+            fail_msg("the daemon did not start");
+    while (strstr(line, "listening at") == NULL);
+}
+
+static void stop_daemon(int number)
+{
+    int status;
+    kill(daemon_pid, number);
+    assert_int_equal(waitpid(daemon_pid, &status, 0), daemon_pid);
+    fclose(daemon_log);
+    if (number == SIGTERM)
+        assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+static struct dropkv_request make_request(const struct tensors *from, uint32_t batch)
+{
+    struct dropkv_request r = DROPKV_REQUEST_INIT;
+    r.batch = batch;
+    r.q_heads = Q_HEADS;
+    r.kv_heads = KV_HEADS;
+    r.head_dim = DIM;
+    r.q_rows = ROWS;
+    r.n_tokens = TOKENS;
+    r.query = (struct dropkv_tensor){.data = from->query, .dtype = DROPKV_FP32};
+    r.key = (struct dropkv_tensor){.data = from->key, .dtype = DROPKV_FP32};
+    r.value = (struct dropkv_tensor){.data = from->value, .dtype = DROPKV_FP32};
+    r.params = params;
+    r.n_params = 1;
+    return r;
+}
+
+static struct dropkv_client *open_client(const struct dropkv_client_options *options)
+{
+    struct dropkv_client *client = NULL;
+    struct dropkv_error error;
+    if (dropkv_client_open(endpoint, options, &client, &error) != DROPKV_OK)
+        fail_msg("%s", error.text);
+    return client;
+}
+
+static struct dropkv_result *score(struct dropkv_client *client, const struct dropkv_request *r)
+{
+    struct dropkv_result *result;
+    struct dropkv_error error = {0};
+    if (dropkv_score(client, r, &result, &error) != DROPKV_OK)
+        fail_msg("%s", error.text);
+    return result;
+}
+
+static struct dropkv_result *expected_answer(const struct dropkv_request *r)
+{
+    struct dropkv_client *client = NULL;
+    struct dkv_error error;
+    assert_int_equal(
+        dkv_client_open("embedded:cpu", NULL, &dkv_transport_embedded, &client, &error), DKV_OK);
+    struct dropkv_result *result = score(client, r);
+    dropkv_client_close(client);
+    return result;
+}
+
+static void assert_same(const struct dropkv_result *a, const struct dropkv_result *b)
+{
+    assert_int_equal(a->status, DROPKV_OK);
+    assert_int_equal(a->batch, b->batch);
+    assert_int_equal(a->keep_tokens, b->keep_tokens);
+    const size_t n_heads = (size_t)a->batch * a->kv_heads;
+    assert_memory_equal(a->keep_indices, b->keep_indices,
+                        n_heads * a->keep_tokens * sizeof(int32_t));
+    if (b->scores != NULL)
+        assert_memory_equal(a->scores, b->scores, n_heads * a->n_tokens * sizeof(float));
+}
+
+/* The tensors in a buffer that was added to the client. */
+static struct dropkv_buffer *share(struct dropkv_client *client)
+{
+    struct dropkv_buffer *buffer = NULL;
+    struct dropkv_error error;
+    if (dropkv_buffer_new(sizeof(tensors), &buffer, &error) != DROPKV_OK)
+        fail_msg("%s", error.text);
+    memcpy(dropkv_buffer_data(buffer), &tensors, sizeof(tensors));
+    assert_int_equal(dropkv_client_add_buffer(client, buffer, NULL), DROPKV_OK);
+    return buffer;
+}
+
+static void sent_and_shared_tensors_have_the_engines_answers(void **unused)
+{
+    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_buffer *buffer = share(client);
+    (void)unused;
+    for (int scores = 0; scores < 2; scores++)
+        for (uint32_t batch = 1; batch <= BATCH; batch++) {
+            struct dropkv_request sent = make_request(&tensors, batch);
+            struct dropkv_request shared = make_request(dropkv_buffer_data(buffer), batch);
+            sent.want_scores = shared.want_scores = scores;
+            struct dropkv_result *wanted = expected_answer(&sent);
+            struct dropkv_result *a = score(client, &sent);
+            struct dropkv_result *b = score(client, &shared);
+            assert_same(a, wanted);
+            assert_same(b, wanted);
+            assert_int_equal(b->n_attempts, 1);
+            assert_string_equal(b->backend, "cpu");
+            dropkv_result_free(wanted);
+            dropkv_result_free(a);
+            dropkv_result_free(b);
+        }
+    dropkv_client_close(client);
+    dropkv_buffer_free(buffer);
+}
+
+static void what_lies_in_a_buffer_is_read_there(void **unused)
+{
+    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_buffer *buffer = share(client);
+    struct tensors *shared = dropkv_buffer_data(buffer);
+    struct dropkv_request mixed = make_request(shared, 1);
+    (void)unused;
+    mixed.query.data = tensors.query; /* this one is sent */
+    struct dropkv_result *before = score(client, &mixed);
+    memcpy(shared->key, tensors.key[1], sizeof(tensors.key[1]));
+    struct dropkv_result *after = score(client, &mixed);
+    struct dropkv_request changed = make_request(&tensors, 1);
+    changed.key.data = tensors.key[1];
+    struct dropkv_result *wanted = expected_answer(&changed);
+    assert_same(after, wanted);
+    assert_memory_not_equal(before->keep_indices, after->keep_indices,
+                            KV_HEADS * 30 * sizeof(int32_t));
+    dropkv_result_free(before);
+    dropkv_result_free(after);
+    dropkv_result_free(wanted);
+    dropkv_client_remove_buffer(client, buffer);
+    dropkv_buffer_free(buffer);
+    struct dropkv_request plain = make_request(&tensors, 1);
+    struct dropkv_result *still = score(client, &plain);
+    dropkv_result_free(still);
+    dropkv_client_close(client);
+}
+
+static void strides_and_the_order_of_dimensions_are_numbers(void **unused)
+{
+    static float cache[TOKENS][2][KV_HEADS][DIM]; /* keys and values of a token side by side */
+    struct dropkv_client *client = open_client(NULL);
+    (void)unused;
+    for (int t = 0; t < TOKENS; t++)
+        for (int h = 0; h < KV_HEADS; h++) {
+            memcpy(cache[t][0][h], tensors.key[0][h][t], sizeof(cache[t][0][h]));
+            memcpy(cache[t][1][h], tensors.value[0][h][t], sizeof(cache[t][1][h]));
+        }
+    struct dropkv_request dense = make_request(&tensors, 1);
+    struct dropkv_request packed = dense;
+    packed.key.data = cache[0][0];
+    packed.value.data = cache[0][1];
+    packed.key.token_stride = packed.value.token_stride = sizeof(cache[0]);
+    packed.key.head_stride = packed.value.head_stride = sizeof(cache[0][0][0]);
+    struct dropkv_result *wanted = expected_answer(&dense);
+    struct dropkv_result *got = score(client, &packed);
+    assert_same(got, wanted);
+    dropkv_result_free(wanted);
+    dropkv_result_free(got);
+    dropkv_client_close(client);
+}
+
+static void many_in_flight_are_answered_once_each_and_a_bad_one_fails_alone(void **unused)
+{
+    enum { N = 64, BAD = 17 };
+    static struct tensors bad;
+    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_request request = make_request(&tensors, 1);
+    struct dropkv_result *wanted = expected_answer(&request);
+    struct dropkv_result *result;
+    bool seen[N] = {false};
+    int n = 0;
+    (void)unused;
+    bad = tensors;
+    bad.key[0][0][0][0] = NAN;
+    for (int i = 0; i < N; i++) {
+        struct dropkv_request r = make_request(i == BAD ? &bad : &tensors, 1);
+        r.user = &seen[i];
+        assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
+    }
+    while (dropkv_in_flight(client) > 0) {
+        struct pollfd pollfd = {.fd = dropkv_fd(client), .events = POLLIN};
+        assert_int_equal(poll(&pollfd, 1, 60000), 1);
+        assert_int_equal(dropkv_dispatch(client, 0, NULL), DROPKV_OK);
+        while ((result = dropkv_next_result(client)) != NULL) {
+            bool *mine = result->user;
+            assert_false(*mine);
+            *mine = true;
+            n++;
+            if (mine == &seen[BAD])
+                assert_int_equal(result->status, DROPKV_E_INVALID);
+            else
+                assert_same(result, wanted);
+            dropkv_result_free(result);
+        }
+    }
+    assert_int_equal(n, N);
+    dropkv_result_free(wanted);
+    dropkv_client_close(client);
+}
+
+static void cancelled_and_late_requests_do_not_disturb_others(void **unused)
+{
+    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_request request = make_request(&tensors, 1);
+    struct dropkv_result *first = score(client, &request);
+    struct dropkv_error error;
+    struct dropkv_result *result;
+    uint64_t id;
+    (void)unused;
+    assert_int_equal(dropkv_submit(client, &request, &id, NULL), DROPKV_OK);
+    assert_int_equal(dropkv_cancel(client, id), DROPKV_OK);
+    kill(daemon_pid, SIGSTOP);
+    request.timeout_us = 20000;
+    assert_int_equal(dropkv_score(client, &request, &result, &error), DROPKV_E_TIMEOUT);
+    kill(daemon_pid, SIGCONT);
+    request.timeout_us = 0;
+    result = score(client, &request);
+    assert_same(result, first);
+    dropkv_result_free(first);
+    dropkv_result_free(result);
+    dropkv_client_close(client);
+}
+
+static void a_daemon_that_was_killed_is_found_again_with_all_buffers(void **unused)
+{
+    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_buffer *buffer = share(client);
+    struct dropkv_request request = make_request(dropkv_buffer_data(buffer), 1);
+    struct dropkv_result *before = score(client, &request);
+    struct dropkv_result *result;
+    struct dropkv_error error;
+    (void)unused;
+    stop_daemon(SIGKILL);
+    assert_int_equal(dropkv_score(client, &request, &result, &error), DROPKV_E_UNAVAILABLE);
+    start_daemon();
+    result = score(client, &request);
+    assert_same(result, before);
+    dropkv_result_free(result);
+    stop_daemon(SIGTERM); /* the connection ends while nothing is in flight */
+    start_daemon();
+    result = score(client, &request);
+    assert_same(result, before);
+    dropkv_result_free(result);
+    dropkv_result_free(before);
+    dropkv_client_close(client);
+    dropkv_buffer_free(buffer);
+}
+
+static void what_the_socket_cannot_carry_is_refused_at_once(void **unused)
+{
+    static const float scales[KV_HEADS] = {1, 1};
+    struct dropkv_client *client = NULL;
+    struct dropkv_error error;
+    struct dropkv_result *result;
+    char long_path[200];
+    (void)unused;
+    memset(long_path, 'x', sizeof(long_path));
+    memcpy(long_path, "unix:///", 8);
+    long_path[sizeof(long_path) - 1] = '\0';
+    assert_int_equal(dropkv_client_open(long_path, NULL, &client, &error), DROPKV_E_INVALID);
+    assert_int_equal(dropkv_client_open("unix:relative", NULL, &client, &error), DROPKV_E_INVALID);
+    assert_int_equal(dropkv_buffer_new(0, NULL, &error), DROPKV_E_INVALID);
+    client = open_client(NULL);
+    struct dropkv_request request = make_request(&tensors, 1);
+    request.sink_logits = scales;
+    assert_int_equal(dropkv_score(client, &request, &result, &error), DROPKV_E_UNSUPPORTED);
+    assert_non_null(strstr(error.text, "sink_logits"));
+    dropkv_client_close(client);
+}
+
+static void health_and_info_tell_of_the_daemon(void **unused)
+{
+    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_info *info;
+    struct dropkv_error error;
+    (void)unused;
+    assert_int_equal(dropkv_health(client, 0, &error), DROPKV_OK);
+    assert_int_equal(dropkv_client_info(client, 0, &info, &error), DROPKV_OK);
+    assert_string_equal(info->server, "dropkvd");
+    assert_string_equal(info->backend, "cpu");
+    dropkv_info_free(info);
+    kill(daemon_pid, SIGSTOP);
+    assert_int_equal(dropkv_health(client, 20000, &error), DROPKV_E_TIMEOUT);
+    kill(daemon_pid, SIGCONT);
+    dropkv_client_close(client);
+    assert_int_equal(dropkv_client_open("unix:///nonexistent/s", NULL, &client, &error), DROPKV_OK);
+    assert_int_equal(dropkv_health(client, 0, &error), DROPKV_E_UNAVAILABLE);
+    dropkv_client_close(client);
+}
+
+static int begin(void **unused)
+{
+    struct dkv_random random;
+    (void)unused;
+    dkv_random_init(&random, 7);
+    dkv_random_normal(&random, DKV_FP32, &tensors, sizeof(tensors) / sizeof(float));
+    if (mkdtemp(folder) == NULL)
+        return -1;
+    snprintf(path, sizeof(path), "%s/run/s", folder);
+    snprintf(endpoint, sizeof(endpoint), "unix://%s", path);
+    start_daemon();
+    return 0;
+}
+
+static int end(void **unused)
+{
+    char directory[64];
+    (void)unused;
+    stop_daemon(SIGTERM);
+    snprintf(directory, sizeof(directory), "%s/run", folder);
+    return rmdir(directory) != 0 || rmdir(folder) != 0; /* the socket is gone */
+}
+
+int main(int argc, char **argv)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(sent_and_shared_tensors_have_the_engines_answers),
+        cmocka_unit_test(what_lies_in_a_buffer_is_read_there),
+        cmocka_unit_test(strides_and_the_order_of_dimensions_are_numbers),
+        cmocka_unit_test(many_in_flight_are_answered_once_each_and_a_bad_one_fails_alone),
+        cmocka_unit_test(cancelled_and_late_requests_do_not_disturb_others),
+        cmocka_unit_test(a_daemon_that_was_killed_is_found_again_with_all_buffers),
+        cmocka_unit_test(what_the_socket_cannot_carry_is_refused_at_once),
+        cmocka_unit_test(health_and_info_tell_of_the_daemon),
+    };
+    if (argc != 2)
+        return 2;
+    program = argv[1];
+    return cmocka_run_group_tests(tests, begin, end);
+}
