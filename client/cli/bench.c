@@ -69,6 +69,10 @@ static int check_options(struct dkv_bench_options *o)
         dkv_complain("--format: '%s' is not one of table, json", o->format);
         return EX_USAGE;
     }
+    if (o->memory != NULL && strcmp(o->memory, "inline") != 0 && strcmp(o->memory, "memfd") != 0) {
+        dkv_complain("--memory: '%s' is not one of inline, memfd", o->memory);
+        return EX_USAGE;
+    }
     if (o->v_dim == 0)
         o->v_dim = o->head_dim;
     if (o->q_rows == 0)
@@ -229,12 +233,13 @@ static int run(struct dkv_bench *b)
 
 static void bench_fini(struct dkv_bench *b)
 {
-    dropkv_client_close(b->client);
+    dropkv_client_close(b->client); /* before the buffers that it borrows */
     dkv_bench_load_fini(b);
     dkv_param_options_fini(&b->o.params);
     free(b->o.endpoint);
     free(b->o.format);
     free(b->o.dtype_name);
+    free(b->o.memory);
 }
 
 int dkv_cmd_bench(int argc, const char **argv)
@@ -262,6 +267,7 @@ int dkv_cmd_bench(int argc, const char **argv)
         POPT_TABLEEND,
     };
     struct poptOption load[] = {
+        {"memory", 0, POPT_ARG_STRING, &o->memory, 0, "Where tensors lie: memfd, which a daemon at unix:/// reads in place (default there), or inline", "KIND"},
         {"streams", 0, POPT_ARG_STRING, NULL, OPT_STREAMS, "Requests in flight (1; with --rate at most 256)", "N"},
         {"rate", 0, POPT_ARG_STRING, NULL, OPT_RATE, "Open loop: requests due per second", "X"},
         {"duration", 0, POPT_ARG_STRING, NULL, OPT_DURATION, "Seconds to measure (5)", "X"},
@@ -269,7 +275,7 @@ int dkv_cmd_bench(int argc, const char **argv)
         POPT_TABLEEND,
     };
     struct poptOption table[] = {
-        {"endpoint", 'e', POPT_ARG_STRING, &o->endpoint, 0, "http://HOST:PORT, or embedded: for the engine in this program", "URL"},
+        {"endpoint", 'e', POPT_ARG_STRING, &o->endpoint, 0, "unix:///PATH, http://HOST:PORT, or embedded: for the engine in this program", "URL"},
         {"format", 'f', POPT_ARG_STRING, &o->format, 0, "table or json", "FORMAT"},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, block, 0, "Block:", NULL},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, load, 0, "Load:", NULL},

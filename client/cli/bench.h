@@ -17,6 +17,7 @@ struct dkv_bench_options {
     char *endpoint;
     char *format;
     char *dtype_name;
+    char *memory; /* NULL, "inline" or "memfd" */
     struct dkv_param_options params;
     enum dkv_dtype dtype;
     int64_t batch;
@@ -40,6 +41,7 @@ struct dkv_samples {
 };
 
 struct dkv_block_set {
+    struct dropkv_buffer *buffer; /* that holds all three; NULL: each is from malloc */
     void *query;
     void *key;
     void *value;

@@ -16,6 +16,7 @@
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sysexits.h>
 #include <time.h>
@@ -87,12 +88,43 @@ static void *tensor_memory(uint64_t bytes)
     return memory;
 }
 
-static void *random_tensor(struct dkv_random *random, enum dkv_dtype dtype, uint64_t elements)
+static uint64_t aligned(uint64_t bytes)
 {
-    void *tensor = tensor_memory(elements * dkv_dtype_bytes(dtype));
-    if (tensor != NULL)
-        dkv_random_normal(random, dtype, tensor, elements);
-    return tensor;
+    return (bytes + 63) & ~UINT64_C(63);
+}
+
+/* A shared buffer, unless it would make no difference or the command line says otherwise. */
+static bool wants_buffer(const struct dkv_bench *b)
+{
+    return b->o.memory != NULL ? strcmp(b->o.memory, "memfd") == 0
+                               : strncmp(b->endpoint, "unix:", 5) == 0;
+}
+
+/* Memory of a block's tensors. */
+static int make_set(struct dkv_bench *b, struct dkv_block_set *set)
+{
+    struct dkv_error error;
+    struct dropkv_error *err = (struct dropkv_error *)&error;
+    const uint64_t query_bytes = aligned(query_elements(&b->o) *
+                                         dkv_dtype_bytes(query_dtype(&b->o)));
+    const uint64_t key_bytes = aligned(key_elements(&b->o) * dkv_dtype_bytes(b->o.dtype));
+    const uint64_t value_bytes = aligned(value_elements(&b->o) * dkv_dtype_bytes(b->o.dtype));
+    if (!wants_buffer(b)) {
+        set->query = tensor_memory(query_bytes);
+        set->key = tensor_memory(key_bytes);
+        set->value = tensor_memory(value_bytes);
+        if (set->query != NULL && set->key != NULL && set->value != NULL)
+            return EX_OK;
+        dkv_complain("no memory for %" PRIu64 " bytes of tensors", dkv_bench_request_bytes(&b->o));
+        return EX_OSERR;
+    }
+    if (dropkv_buffer_new(query_bytes + key_bytes + value_bytes, &set->buffer, err) != DROPKV_OK ||
+        dropkv_client_add_buffer(b->client, set->buffer, err) != DROPKV_OK)
+        return dkv_fail(NULL, &error);
+    set->query = dropkv_buffer_data(set->buffer);
+    set->key = (char *)set->query + query_bytes;
+    set->value = (char *)set->key + key_bytes;
+    return EX_OK;
 }
 
 static int make_blocks(struct dkv_bench *b)
@@ -105,13 +137,12 @@ static int make_blocks(struct dkv_bench *b)
     dkv_random_init(&random, SEED);
     for (unsigned i = 0; i < b->n_sets; i++) {
         struct dkv_block_set *set = &b->sets[i];
-        set->query = random_tensor(&random, query_dtype(&b->o), query_elements(&b->o));
-        set->key = random_tensor(&random, b->o.dtype, key_elements(&b->o));
-        set->value = random_tensor(&random, b->o.dtype, value_elements(&b->o));
-        if (set->query == NULL || set->key == NULL || set->value == NULL) {
-            dkv_complain("no memory for %" PRIu64 " bytes of tensors", bytes);
-            return EX_OSERR;
-        }
+        const int code = make_set(b, set);
+        if (code != EX_OK)
+            return code;
+        dkv_random_normal(&random, query_dtype(&b->o), set->query, query_elements(&b->o));
+        dkv_random_normal(&random, b->o.dtype, set->key, key_elements(&b->o));
+        dkv_random_normal(&random, b->o.dtype, set->value, value_elements(&b->o));
     }
     return EX_OK;
 }
@@ -330,9 +361,13 @@ int dkv_bench_load(struct dkv_bench *b)
 void dkv_bench_load_fini(struct dkv_bench *b)
 {
     for (unsigned i = 0; i < b->n_sets; i++) {
-        free(b->sets[i].query);
-        free(b->sets[i].key);
-        free(b->sets[i].value);
+        struct dkv_block_set *set = &b->sets[i];
+        if (set->buffer == NULL) {
+            free(set->query);
+            free(set->key);
+            free(set->value);
+        }
+        dropkv_buffer_free(set->buffer);
     }
     free(b->streams);
     free(b->samples.ns);

@@ -118,7 +118,7 @@ int dkv_cmd_info(int argc, const char **argv)
     struct options o = {0};
     // clang-format off
     struct poptOption table[] = {
-        {"endpoint", 'e', POPT_ARG_STRING, &o.endpoint, 0, "http://HOST:PORT, or embedded:", "URL"},
+        {"endpoint", 'e', POPT_ARG_STRING, &o.endpoint, 0, "unix:///PATH, http://HOST:PORT, or embedded:", "URL"},
         {"format", 'f', POPT_ARG_STRING, &o.format_name, 0, "table or json", "FORMAT"},
         {"timeout", 0, POPT_ARG_STRING, &o.timeout_text, 0, "Longest wait for an answer, in microseconds", "US"},
         POPT_AUTOHELP

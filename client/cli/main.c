@@ -33,9 +33,9 @@ static void print_help(FILE *stream)
           "  dropkv-client score dump.safetensors --format json --scores > kept.json\n"
           "  dropkv-client bench --endpoint embedded: --tokens 32768 --dtype bf16\n"
           "\n"
-          "An endpoint is http://HOST:PORT, or embedded: for the engine inside this program. Where "
-          "none is\nnamed, the daemon at http://127.0.0.1:8480 is used if it is ready, else "
-          "embedded:.\n",
+          "An endpoint is unix:///PATH, http://HOST:PORT, or embedded: for the engine inside this "
+          "program.\nWhere none is named, the daemon's default socket or http://127.0.0.1:8480 is "
+          "used if one is\nready, else embedded:.\n",
           stream);
 }
 

@@ -173,6 +173,28 @@ static enum dkv_status open_named(const char *endpoint, const struct dropkv_clie
                                                (struct dropkv_error *)err);
 }
 
+/* Opens `endpoint` if its daemon is ready. */
+static bool open_if_ready(const char *endpoint, const struct dropkv_client_options *options,
+                          struct dropkv_client **client_out)
+{
+    if (open_named(endpoint, options, client_out, NULL) != DKV_OK)
+        return false;
+    if (dropkv_health(*client_out, PROBE_TIMEOUT_US, NULL) == DROPKV_OK)
+        return true;
+    dropkv_client_close(*client_out);
+    return false;
+}
+
+/* Where dropkvd listens unless it is told otherwise. */
+static const char *socket_endpoint(void)
+{
+    static char endpoint[160];
+    const char *runtime = getenv("XDG_RUNTIME_DIR");
+    snprintf(endpoint, sizeof(endpoint), "unix://%.120s/dropkv/dropkvd.sock",
+             runtime != NULL && *runtime == '/' ? runtime : "/run");
+    return endpoint;
+}
+
 enum dkv_status dkv_open_endpoint(const char *endpoint, const struct dropkv_client_options *options,
                                   struct dropkv_client **client_out, const char **chosen_out,
                                   struct dkv_error *err)
@@ -181,18 +203,16 @@ enum dkv_status dkv_open_endpoint(const char *endpoint, const struct dropkv_clie
         *chosen_out = endpoint;
         return open_named(endpoint, options, client_out, err);
     }
-    enum dkv_status status = open_named(DEFAULT_ENDPOINT, options, client_out, err);
-    if (status != DKV_OK)
-        return status;
-    *chosen_out = DEFAULT_ENDPOINT;
-    if (dropkv_health(*client_out, PROBE_TIMEOUT_US, NULL) != DROPKV_OK) {
-        dropkv_client_close(*client_out);
-        *chosen_out = "embedded:";
-        status = open_named(*chosen_out, options, client_out, err);
-    }
+    const char *const daemons[] = {socket_endpoint(), DEFAULT_ENDPOINT};
+    for (size_t i = 0; i < sizeof(daemons) / sizeof(daemons[0]); i++)
+        if (open_if_ready(daemons[i], options, client_out)) {
+            *chosen_out = daemons[i];
+            dkv_complain("using the daemon at %s", daemons[i]);
+            return DKV_OK;
+        }
+    *chosen_out = "embedded:";
+    const enum dkv_status status = open_named(*chosen_out, options, client_out, err);
     if (status == DKV_OK)
-        dkv_complain(strcmp(*chosen_out, DEFAULT_ENDPOINT) == 0
-                         ? "using the daemon at " DEFAULT_ENDPOINT
-                         : "no daemon at " DEFAULT_ENDPOINT ", using the embedded engine");
+        dkv_complain("no daemon at %s or %s, using the embedded engine", daemons[0], daemons[1]);
     return status;
 }

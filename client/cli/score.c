@@ -414,7 +414,7 @@ int dkv_cmd_score(int argc, const char **argv)
         POPT_TABLEEND,
     };
     struct poptOption table[] = {
-        {"endpoint", 'e', POPT_ARG_STRING, &o->endpoint, 0, "http://HOST:PORT, or embedded: for the engine in this program", "URL"},
+        {"endpoint", 'e', POPT_ARG_STRING, &o->endpoint, 0, "unix:///PATH, http://HOST:PORT, or embedded: for the engine in this program", "URL"},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, input, 0, "Input:", NULL},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, output, 0, "Output:", NULL},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, dkv_param_option_table(), 0, "Scoring parameters:", NULL},

@@ -25,7 +25,8 @@ CONTROL = [*range(0x20), 0x7F]
 
 
 def run(*arguments, **environment):
-    env = {**os.environ, "LC_ALL": "C.UTF-8", "COLUMNS": "100", **environment}
+    env = {**os.environ, "LC_ALL": "C.UTF-8", "COLUMNS": "100",
+           "XDG_RUNTIME_DIR": "/nonexistent", **environment}
     env.pop("DROPKV_TOKEN", None) if "DROPKV_TOKEN" not in environment else None
     return subprocess.run([CLIENT, *map(str, arguments)], capture_output=True, env=env, timeout=300)
 
@@ -304,7 +305,8 @@ class Failures(Case):
         self.fails(run("info", "-e", NOBODY), 69, NOBODY)
 
     def test_endpoints_of_other_kinds_say_so(self):
-        self.fails(run("score", "-e", "unix:///run/x", DUMP), 65, "unix:")
+        self.fails(run("score", "-e", "unix:x", DUMP), 65, "unix:///PATH")
+        self.fails(run("score", "-e", "unix:///nonexistent/x", DUMP), 69, "nobody answers")
         self.fails(run("score", "-e", "localhost:1", DUMP), 65, "http://HOST:PORT")
         self.fails(run("score", "-e", "embedded:tpu", DUMP), 65, "tpu")
         self.fails(run("score", "-e", "embedded:cpu?threads=0", DUMP), 65, "threads")
