@@ -43,6 +43,7 @@ void dkv_worker_memory_close(struct dkv_worker_memory *memory)
     for (uint32_t i = 0; i < memory->n_held; i++)
         let_go(&memory->held[i]);
     free(memory->held);
+    dkv_readers_close(memory->readers);
     if (memory->arena != NULL)
         munmap(memory->arena, memory->arena_bytes);
     *memory = (struct dkv_worker_memory){0};
@@ -94,7 +95,10 @@ enum dkv_status dkv_worker_memory_attach(struct dkv_worker_memory *memory, uint3
         close(fd);
         fd = -1;
     }
+    if (status == DKV_OK && loan->loose && memory->readers == NULL)
+        memory->readers = dkv_readers_open(); /* not when a batch waits for it */
     if (status == DKV_OK) {
+        held->readers = memory->readers;
         held->bytes = loan->bytes;
         held->offset = loan->offset;
         held->fd = fd;
@@ -130,7 +134,8 @@ static enum dkv_status fetch(struct dkv_held *held, uint64_t offset, uint64_t by
                              struct dkv_error *err)
 {
     held->staged_bytes += bytes;
-    return dkv_memfd_read(held->fd, held->offset + offset, held->base + offset, bytes, err);
+    return dkv_readers_read(held->readers, held->fd, held->offset + offset, held->base + offset,
+                            bytes, err);
 }
 
 /* n stretches of `bytes`, `stride` apart. Gaps up to their own size are read along, since a call

@@ -6,12 +6,13 @@
  * and whatever the owner does to the file meanwhile is at worst an error of his own request.
  *
  * Owner   the worker's main().
- * Thread  its only one.
+ * Thread  the worker's own; large reads are shared with readers.
  */
 #ifndef DKV_SERVER_WORKER_MEMORY_H
 #define DKV_SERVER_WORKER_MEMORY_H
 
 #include "server/link.h"
+#include "server/readers.h"
 
 struct dkv_held {
     unsigned char *base; /* NULL: no loan of this number */
@@ -19,6 +20,7 @@ struct dkv_held {
     uint64_t offset; /* of the file */
     int fd;          /* loose: kept for reading; else -1 */
     uint64_t staged_bytes;
+    struct dkv_readers *readers; /* the worker's */
 };
 
 struct dkv_worker_memory {
@@ -26,6 +28,7 @@ struct dkv_worker_memory {
     uint64_t arena_bytes;
     struct dkv_held *held; /* [n_held], by number - DKV_LINK_LOANS */
     uint32_t n_held;
+    struct dkv_readers *readers; /* made with the first loose loan */
 };
 
 enum dkv_status dkv_worker_memory_open(struct dkv_worker_memory *memory, int arena_fd,

@@ -7,6 +7,7 @@
 #include "proto/memfd.h"
 #include "server/clock.h"
 #include "server/log.h"
+#include "server/readers.h"
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -350,6 +351,38 @@ static void a_file_cut_short_fails_its_own_request_alone(void **state)
     close_world(&world);
 }
 
+/* Any size around the one from which threads read together, from any offset, and a file that ends
+ * within. */
+static void readers_read_every_byte_once(void **state)
+{
+    static const uint64_t sizes[] = {1, DKV_READERS_FROM - 1, DKV_READERS_FROM,
+                                     DKV_READERS_FROM + 1, (UINT64_C(40) << 20) + 12345};
+    const uint64_t most = (UINT64_C(40) << 20) + 20000;
+    struct dkv_readers *readers = dkv_readers_open();
+    struct dkv_error err;
+    const int fd = make_file(most, false);
+    uint32_t *from = mmap(NULL, most, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    unsigned char *to = malloc(most);
+    (void)state;
+    assert_true(from != MAP_FAILED && to != NULL);
+    for (uint32_t i = 0; i < most / sizeof(*from); i++)
+        from[i] = i * 2654435761u;
+    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
+        for (uint64_t offset = 0; offset < 5000; offset += 4099) {
+            memset(to, 0, most);
+            assert_int_equal(dkv_readers_read(readers, fd, offset, to, sizes[i], &err), DKV_OK);
+            assert_true(memcmp(to, (const char *)from + offset, sizes[i]) == 0);
+            assert_int_equal(to[sizes[i]], 0);
+        }
+    munmap(from, most);
+    assert_int_equal(ftruncate(fd, 20 << 20), 0);
+    assert_int_equal(dkv_readers_read(readers, fd, 0, to, 30 << 20, &err), DKV_E_INVALID);
+    assert_int_equal(dkv_readers_read(readers, fd, 0, to, 20 << 20, &err), DKV_OK);
+    dkv_readers_close(readers);
+    free(to);
+    close(fd);
+}
+
 static void what_is_no_memory_or_too_small_is_refused(void **state)
 {
     struct world world;
@@ -549,6 +582,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(lent_memory_has_the_same_answer_as_sent_memory),
         cmocka_unit_test(pages_are_found_wherever_they_lie),
         cmocka_unit_test(a_file_cut_short_fails_its_own_request_alone),
+        cmocka_unit_test(readers_read_every_byte_once),
         cmocka_unit_test(what_is_no_memory_or_too_small_is_refused),
         cmocka_unit_test(a_loan_lasts_until_its_last_job_has_ended),
         cmocka_unit_test(clients_that_vanish_leave_nothing_behind),
