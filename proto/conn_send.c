@@ -69,8 +69,8 @@ enum dkv_status dkv_wire_conn_send(struct dkv_wire_conn *conn,
     return DKV_OK;
 }
 
-/* One sendmsg(). *n_out 0: the socket takes nothing now. */
-static enum dkv_status transmit(struct dkv_wire_conn *conn, const void *from, size_t bytes,
+/* One sendmsg() of one or two pieces. *n_out 0: the socket takes nothing now. */
+static enum dkv_status transmit(struct dkv_wire_conn *conn, struct iovec *pieces, size_t n_pieces,
                                 const int *fds, uint16_t n_fds, size_t *n_out,
                                 struct dkv_error *err)
 {
@@ -78,8 +78,7 @@ static enum dkv_status transmit(struct dkv_wire_conn *conn, const void *from, si
         struct cmsghdr align;
         char bytes[CMSG_SPACE(DKV_WIRE_FDS_MAX * sizeof(int))];
     } control;
-    struct iovec iov = {.iov_base = (void *)(uintptr_t)from, .iov_len = bytes};
-    struct msghdr msg = {.msg_iov = &iov, .msg_iovlen = 1};
+    struct msghdr msg = {.msg_iov = pieces, .msg_iovlen = n_pieces};
     ssize_t n;
 
     if (n_fds > 0) {
@@ -108,40 +107,60 @@ static void pop_mark(struct dkv_wire_conn *conn)
     conn->n_marks--;
 }
 
-static enum dkv_status send_bulk(struct dkv_wire_conn *conn, struct dkv_wire_conn_mark *mark,
-                                 size_t *n_out, struct dkv_error *err)
+static struct iovec piece_of_bulk(const struct dkv_wire_conn_mark *mark)
 {
-    enum dkv_status status = transmit(conn, mark->bulk,
-                                      (size_t)dkv_wire_conn_smaller(mark->bulk_left, 1u << 30),
-                                      NULL, 0, n_out, err);
-    mark->bulk += *n_out;
-    mark->bulk_left -= *n_out;
+    return (struct iovec){(void *)(uintptr_t)mark->bulk,
+                          (size_t)dkv_wire_conn_smaller(mark->bulk_left, 1u << 30)};
+}
+
+static void bulk_went(struct dkv_wire_conn *conn, struct dkv_wire_conn_mark *mark, size_t bytes)
+{
+    mark->bulk += bytes;
+    mark->bulk_left -= bytes;
     if (mark->bulk_left == 0) {
         pop_mark(conn);
         conn->bulks_sent++;
     }
+}
+
+static enum dkv_status send_bulk(struct dkv_wire_conn *conn, struct dkv_wire_conn_mark *mark,
+                                 size_t *n_out, struct dkv_error *err)
+{
+    struct iovec piece = piece_of_bulk(mark);
+    enum dkv_status status = transmit(conn, &piece, 1, NULL, 0, n_out, err);
+    bulk_went(conn, mark, *n_out);
     return status;
 }
 
-/* Buffered bytes up to the next mark, with the descriptors that are due here. */
+/* Buffered bytes up to the next mark, with the descriptors that are due here. If that mark is a
+ * bulk, it goes along: a small answer is one call here and one wake-up at the other end. */
 static enum dkv_status send_buffered(struct dkv_wire_conn *conn, struct dkv_wire_conn_mark *due,
                                      size_t *n_out, struct dkv_error *err)
 {
     const uint32_t next = due != NULL ? 1 : 0;
-    size_t bytes = conn->out_end - conn->out_start;
+    struct iovec pieces[2] = {{conn->out + conn->out_start, conn->out_end - conn->out_start}};
+    struct dkv_wire_conn_mark *bulk = NULL;
 
-    if (conn->n_marks > next)
-        bytes = (size_t)dkv_wire_conn_smaller(bytes, dkv_wire_conn_mark_at(conn, next)->at -
-                                                         conn->out_position);
-    enum dkv_status status = transmit(conn, conn->out + conn->out_start, bytes,
+    if (conn->n_marks > next) {
+        struct dkv_wire_conn_mark *mark = dkv_wire_conn_mark_at(conn, next);
+        pieces[0].iov_len = (size_t)dkv_wire_conn_smaller(pieces[0].iov_len,
+                                                          mark->at - conn->out_position);
+        bulk = mark->n_fds == 0 ? mark : NULL;
+    }
+    if (bulk != NULL)
+        pieces[1] = piece_of_bulk(bulk);
+    enum dkv_status status = transmit(conn, pieces, bulk != NULL ? 2 : 1,
                                       due != NULL ? due->fds : NULL, due != NULL ? due->n_fds : 0,
                                       n_out, err);
-    conn->out_start += *n_out;
-    conn->out_position += *n_out;
+    const size_t buffered = (size_t)dkv_wire_conn_smaller(*n_out, pieces[0].iov_len);
+    conn->out_start += buffered;
+    conn->out_position += buffered;
     if (due != NULL && *n_out > 0) {
         dkv_wire_conn_close_fds(due->fds, due->n_fds);
         pop_mark(conn);
     }
+    if (bulk != NULL && *n_out > buffered)
+        bulk_went(conn, bulk, *n_out - buffered);
     return status;
 }
 

@@ -1,10 +1,11 @@
 """What the local socket costs: a one-block request from caller to answer, beside the engine alone.
 
-usage: bench_socket.py DROPKVD DROPKV_CLIENT [ROUNDS [SECONDS]]
+usage: bench_socket.py DROPKVD DROPKV_CLIENT [ROUNDS [SECONDS [THREADS]]]
 
 Both read the same kind of memory with the same engine and number of threads. They take turns, so
 that whatever else the machine does meets both; the figure is the median over the rounds of the
-differences between two medians that were measured one after the other.
+differences between two medians that were measured one after the other. THREADS limits both engines:
+with 1 no time is spent on waking the engine's own threads, which a busy machine makes long.
 """
 import json
 import os
@@ -33,18 +34,20 @@ def main():
     dropkvd, client = sys.argv[1:3]
     rounds = int(sys.argv[3]) if len(sys.argv) > 3 else 9
     seconds = float(sys.argv[4]) if len(sys.argv) > 4 else 0.5
+    threads = sys.argv[5] if len(sys.argv) > 5 else str(os.cpu_count())
     with tempfile.TemporaryDirectory() as folder:
         path = folder + "/run/dropkvd.sock"
-        daemon = subprocess.Popen([dropkvd, "--http", "off", "--socket", path], stderr=subprocess.PIPE, text=True)
+        daemon = subprocess.Popen([dropkvd, "--http", "off", "--socket", path, "--threads", threads], stderr=subprocess.PIPE, text=True)
         try:
             while "listening at" not in (line := daemon.stderr.readline()):
                 assert line, "the daemon did not start"
-            print("%d CPUs, load %.1f; %d rounds of %.1f s" % (os.cpu_count(), os.getloadavg()[0], rounds, seconds))
+            print("%d CPUs, load %.1f, engines of %s threads; %d rounds of %.1f s" % (
+                os.cpu_count(), os.getloadavg()[0], threads, rounds, seconds))
             print("tokens heads dim   engine us   socket, memfd   overhead (least..most)   inline overhead")
             for shape in SHAPES:
                 engine, memfd, inline = [], [], []
                 for _ in range(rounds):
-                    engine.append(median_us(client, "embedded:", "memfd", shape, seconds))
+                    engine.append(median_us(client, "embedded:cpu?threads=" + threads, "memfd", shape, seconds))
                     memfd.append(median_us(client, "unix://" + path, "memfd", shape, seconds))
                     inline.append(median_us(client, "unix://" + path, "inline", shape, seconds))
                 over = sorted(s - e for s, e in zip(memfd, engine))
