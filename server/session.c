@@ -1,4 +1,4 @@
-/* Connections: who may come in, reading messages, sending answers, and the end.
+/* One connection: reading messages, sending answers, and the end.
  *
  * One turn of a session: read and handle messages while there are any (at most MESSAGES_PER_TURN,
  * so that one client cannot keep the loop), then send what there is to send, then say what to wait
@@ -6,9 +6,9 @@
  * does not listen cannot ask.
  *
  * The end comes from anywhere: a handler that finds the protocol broken, a send that fails, the
- * peer's death. end_session() closes the connection, gives back everything and leaves the struct,
- * with conn NULL, to the callbacks of its libuv handles; so whoever may have ended a session looks
- * at conn afterwards and at nothing else.
+ * peer's death. dkv_session_end() closes the connection, gives back everything and leaves the
+ * struct, with conn NULL, to the callbacks of its libuv handles; so whoever may have ended a
+ * session looks at conn afterwards and at nothing else.
  *
  * Three things have a deadline, judged by one timer: the first message, a bulk that stopped coming,
  * answers that are not read.
@@ -16,20 +16,15 @@
 #include "server/session_priv.h"
 
 #include "server/clock.h"
-#include "server/socket.h"
 
 #include <assert.h>
-#include <errno.h>
-#include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
 #define MESSAGES_PER_TURN  64u
 #define BULK_PER_TURN      (UINT64_C(16) << 20)
-#define ACCEPTS_PER_TURN   32u
 #define ERROR_BYTES        (16 + DKV_WIRE_TEXT_MAX)
 #define TIMER_MS           250u
 #define FEATURES           (DKV_WIRE_FEATURE_MEMFD | DKV_WIRE_FEATURE_OUTPUT | DKV_WIRE_FEATURE_FENCE)
@@ -63,7 +58,7 @@ static void free_outbox(struct dkv_session *session)
     }
 }
 
-static void end_session(struct dkv_session *session)
+void dkv_session_end(struct dkv_session *session)
 {
     struct dkv_wire_conn *conn = session->conn;
     if (conn == NULL)
@@ -164,7 +159,7 @@ void dkv_session_violation(struct dkv_session *session, uint64_t id, const struc
     dkv_log_limited(&session->all->server->client_log, DKV_LOG_WARN,
                     "socket: a client broke the protocol and is closed: %s", err->text);
     send_last_words(session, id, err);
-    end_session(session);
+    dkv_session_end(session);
 }
 
 void dkv_session_send_done(struct dkv_session *session, uint64_t id, uint32_t object,
@@ -216,7 +211,7 @@ void dkv_session_flush(struct dkv_session *session)
         empty_outbox(session);
         dkv_session_send_ended(session);
         if (session->doomed || dkv_wire_conn_flush(session->conn, &err) != DKV_OK) {
-            end_session(session);
+            dkv_session_end(session);
             return;
         }
         dkv_session_free_sent(session);
@@ -372,7 +367,7 @@ static bool read_step(struct dkv_session *session, uint64_t *bulk_of_turn, struc
 static void fail(struct dkv_session *session, const struct dkv_error *err)
 {
     if (err->status == DKV_E_UNAVAILABLE)
-        end_session(session);
+        dkv_session_end(session);
     else
         dkv_session_violation(session, 0, err);
 }
@@ -395,14 +390,14 @@ static void on_event(uv_poll_t *poll, int status, int events)
 {
     struct dkv_session *session = poll->data;
     if (status < 0) {
-        end_session(session);
+        dkv_session_end(session);
         return;
     }
     if ((events & UV_WRITABLE) != 0)
         session->progress_ms = dkv_clock_ms();
     /* A hangup shows as readable too; where reading is off, it is the only sign of it. */
     if ((events & UV_DISCONNECT) != 0 && is_full(session)) {
-        end_session(session);
+        dkv_session_end(session);
         return;
     }
     if ((events & (UV_READABLE | UV_DISCONNECT)) != 0 || (session->unread && !is_full(session)))
@@ -429,7 +424,7 @@ static void on_timer(uv_timer_t *timer)
         dkv_session_violation(session, 0, &err);
 }
 
-/* ---- coming in ---- */
+/* ---- the beginning ---- */
 
 static enum dkv_status init_parts(struct dkv_session *session, struct dkv_backend *backend)
 {
@@ -442,8 +437,7 @@ static enum dkv_status init_parts(struct dkv_session *session, struct dkv_backen
     return status == DKV_OK ? dkv_slots_init(&session->stashes, DKV_SESSION_STASHES) : status;
 }
 
-/* Takes the descriptor, also on failure. */
-static enum dkv_status new_session(struct dkv_sessions *all, int fd, struct dkv_error *err)
+enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, struct dkv_error *err)
 {
     struct dkv_session *session = calloc(1, sizeof(*session));
     enum dkv_status status = session == NULL || init_parts(session, all->server->backend) != DKV_OK
@@ -478,136 +472,4 @@ static enum dkv_status new_session(struct dkv_sessions *all, int fd, struct dkv_
     uv_timer_start(&session->timer, on_timer, TIMER_MS, TIMER_MS);
     wait_for_events(session);
     return DKV_OK;
-}
-
-static void let_in(struct dkv_sessions *all, int fd)
-{
-    struct dkv_error err = {0};
-    unsigned uid;
-    struct dkv_server *server = all->server;
-    if (!dkv_socket_peer_is_own(fd, &uid)) {
-        dkv_log_limited(&server->client_log, DKV_LOG_WARN, "socket: user %u may not connect", uid);
-        close(fd);
-    } else if (all->n_sessions >= server->config->max_connections) {
-        dkv_log_limited(&server->client_log, DKV_LOG_WARN,
-                        "socket: a client is turned away: max_connections %llu is reached",
-                        (unsigned long long)server->config->max_connections);
-        close(fd);
-    } else if (new_session(all, fd, &err) != DKV_OK) {
-        dkv_log_limited(&server->client_log, DKV_LOG_WARN, "socket: a client is turned away: %s",
-                        err.text);
-    }
-}
-
-/* No descriptor is left: the spare one makes room to take the client from the queue and close it,
- * so that it learns, and so that the listening socket does not stay readable for ever. */
-static void turn_away(struct dkv_sessions *all)
-{
-    dkv_log_limited(&all->server->client_log, DKV_LOG_WARN,
-                    "socket: a client is turned away: no file descriptors are left");
-    close(all->spare_fd);
-    const int fd = accept4(all->listen_fd, NULL, NULL, SOCK_CLOEXEC);
-    if (fd >= 0)
-        close(fd);
-    all->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
-}
-
-static void on_listen(uv_poll_t *poll, int status, int events)
-{
-    struct dkv_sessions *all = poll->data;
-    (void)status;
-    (void)events;
-    for (unsigned i = 0; i < ACCEPTS_PER_TURN; i++) {
-        const int fd = accept4(all->listen_fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
-        if (fd >= 0)
-            let_in(all, fd);
-        else if (errno == EMFILE || errno == ENFILE)
-            turn_away(all);
-        else if (errno != EINTR && errno != ECONNABORTED)
-            return;
-    }
-}
-
-/* ---- open and close ---- */
-
-static enum dkv_status start(struct dkv_sessions *all, struct dkv_error *err)
-{
-    struct dkv_server *server = all->server;
-    enum dkv_status status = dkv_socket_path(server->config->socket, all->path, err);
-    if (status == DKV_OK)
-        status = dkv_socket_listen(all->path, &all->listen_fd, err);
-    if (status != DKV_OK)
-        return status;
-    status = dkv_fences_open(server->loop, &all->fences, err);
-    if (status != DKV_OK) {
-        unlink(all->path);
-        close(all->listen_fd);
-        return status;
-    }
-    all->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
-    if (getrandom(&all->instance, sizeof(all->instance), 0) != sizeof(all->instance))
-        all->instance = dkv_clock_ns();
-    uv_poll_init(server->loop, &all->poll, all->listen_fd);
-    all->poll.data = all;
-    uv_poll_start(&all->poll, UV_READABLE, on_listen);
-    return DKV_OK;
-}
-
-static void free_sessions(uv_handle_t *handle)
-{
-    free(handle->data);
-}
-
-enum dkv_status dkv_sessions_open(struct dkv_server *server, struct dkv_sessions **sessions_out,
-                                  struct dkv_error *err)
-{
-    *sessions_out = NULL;
-    if (strcmp(server->config->socket, "off") == 0)
-        return DKV_OK;
-    struct dkv_sessions *all = calloc(1, sizeof(*all));
-    if (all == NULL)
-        return dkv_error_set(err, DKV_E_NOMEM, "no memory for the local socket");
-    all->server = server;
-    dkv_list_init(&all->sessions);
-    enum dkv_status status = start(all, err);
-    if (status == DKV_OK) {
-        *sessions_out = all;
-        return DKV_OK;
-    }
-    free(all);
-    if (*server->config->socket != '\0' || strcmp(server->config->http, "off") == 0)
-        return status;
-    dkv_log(DKV_LOG_WARN, "%s; serving HTTP only", err->text);
-    return DKV_OK;
-}
-
-const char *dkv_sessions_path(const struct dkv_sessions *sessions)
-{
-    return sessions->path;
-}
-
-bool dkv_sessions_are_quiet(const struct dkv_sessions *sessions)
-{
-    if (sessions == NULL)
-        return true;
-    DKV_LIST_EACH (node, &sessions->sessions) {
-        const struct dkv_session *session = DKV_LIST_OF(node, struct dkv_session, node);
-        if (session->n_asks > 0 || dkv_wire_conn_wants_write(session->conn))
-            return false;
-    }
-    return true;
-}
-
-void dkv_sessions_close(struct dkv_sessions *sessions)
-{
-    struct dkv_list *node;
-    if (sessions == NULL)
-        return;
-    unlink(sessions->path);
-    while ((node = dkv_list_first(&sessions->sessions)) != NULL)
-        end_session(DKV_LIST_OF(node, struct dkv_session, node));
-    dkv_fences_close(sessions->fences);
-    close(sessions->spare_fd);
-    uv_close((uv_handle_t *)&sessions->poll, free_sessions);
-    close(sessions->listen_fd);
 }

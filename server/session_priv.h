@@ -1,5 +1,6 @@
-/* What the parts of the local socket's front share: session.c (connections), session_objects.c
- * (what is registered), session_ask.c and session_answer.c (requests). Nobody else includes this.
+/* What the parts of the local socket's front share: sessions.c (who comes in), session.c (one
+ * connection), session_objects.c (what is registered), session_ask.c and ask*.c (requests). Nobody
+ * else includes this.
  */
 #ifndef DKV_SERVER_SESSION_PRIV_H
 #define DKV_SERVER_SESSION_PRIV_H
@@ -85,6 +86,13 @@ struct dkv_session {
 };
 
 /* ---- session.c ---- */
+
+/* A session on a connection that was let in. Takes the descriptor, also on failure. */
+enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, struct dkv_error *err);
+
+/* Closes the connection and gives back everything; what is left is the struct, with conn NULL,
+ * until the loop's next turn. Harmless the second time. */
+void dkv_session_end(struct dkv_session *session);
 
 /* Sends a small message, or keeps it until there is room. */
 void dkv_session_send(struct dkv_session *session, uint8_t type, uint64_t id, const void *payload,
