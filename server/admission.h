@@ -18,7 +18,8 @@
  *                run. While it is busy, requests collect; max_queue_delay_us only matters then.
  *   fair         deficit round robin over clients by bytes: between two clients that both have
  *                work waiting, service differs by a constant, however deep one's backlog is. In
- *                one batch a client gets at most its share while others have work open.
+ *                one batch a client gets at most its share while others have work open, or
+ *                were served by the batch before.
  *   no starving  a priority level that was passed over aging_batches times is next.
  *   deadlines    never an OK at or after an entry's deadline, and no launch of work that has
  *                expired.

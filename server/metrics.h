@@ -3,7 +3,7 @@
  * Every series exists from the start, at 0: an absent counter and a counter that never moved must
  * not look alike.
  *
- * Thread  loop only; what the engine's thread measures travels in the job.
+ * Thread  loop only; what a worker measures travels in the job.
  * Unit    nanoseconds inside, seconds in Prometheus text.
  */
 #ifndef DKV_SERVER_METRICS_H
