@@ -9,9 +9,23 @@ cd "$(dirname "$0")/.."
 
 sh deploy/packages.sh build
 
+# The GPU engine takes minutes to compile, so it is built here only for a GPU that is there.
+PATH=$PATH:/usr/local/cuda/bin
+device=cpu
+gpu_options=-Dcuda=disabled
+if command -v nvcc >/dev/null 2>&1 && command -v nvidia-smi >/dev/null 2>&1; then
+    capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d '. ')
+    if [ -n "$capability" ]; then
+        [ "$capability" = 90 ] && capability=90a
+        device=cuda:0
+        gpu_options="-Dcuda=enabled -Dgpu_arch=$capability"
+    fi
+fi
+
 if [ ! -f build-release/build.ninja ]; then
     rm -rf build-release
-    meson setup build-release -Dbuildtype=release -Dtests=disabled -Dcuda="${DKV_CUDA:-auto}" >/dev/null
+    # shellcheck disable=SC2086 # a list of options
+    meson setup build-release -Dbuildtype=release -Dtests=disabled $gpu_options >/dev/null
 fi
 ninja -C build-release --quiet
 
@@ -31,7 +45,8 @@ stop() {
 trap stop EXIT
 trap 'exit 130' INT TERM
 
-build-release/server/dropkvd --http 127.0.0.1:0 --socket off --port-file "$run_dir/port" >"$run_dir/log" 2>&1 &
+build-release/server/dropkvd --device $device --http 127.0.0.1:0 --socket off \
+    --port-file "$run_dir/port" >"$run_dir/log" 2>&1 &
 daemon=$!
 until [ -s "$run_dir/port" ]; do
     kill -0 "$daemon" 2>/dev/null || { echo "quickstart: the daemon did not start" >&2; exit 1; }
