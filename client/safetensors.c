@@ -294,16 +294,19 @@ static enum dkv_status read_entry(struct piece name, struct piece value, struct 
 {
     json_error_t why;
     enum dkv_status status;
+    /* The parser's complaint quotes the file, control characters and all. */
+    char quoted[81];
     json_t *name_json = json_loadb(name.text, name.length, JSON_DECODE_ANY, &why);
     if (name_json == NULL)
-        return dkv_error_set(err, DKV_E_INVALID, "header: a name is not a JSON string: %.80s",
-                             why.text);
+        return dkv_error_set(err, DKV_E_INVALID, "header: a name is not a JSON string: %s",
+                             dkv_printable(why.text, quoted, sizeof(quoted)));
     const char *name_text = json_string_value(name_json);
     json_t *value_json = json_loadb(value.text, value.length, JSON_REJECT_DUPLICATES, &why);
     char shown[SHOWN_NAME];
     if (value_json == NULL)
-        status = dkv_error_set(err, DKV_E_INVALID, "tensor %s: its description is not JSON: %.80s",
-                               dkv_printable(name_text, shown, sizeof(shown)), why.text);
+        status = dkv_error_set(err, DKV_E_INVALID, "tensor %s: its description is not JSON: %s",
+                               dkv_printable(name_text, shown, sizeof(shown)),
+                               dkv_printable(why.text, quoted, sizeof(quoted)));
     else if (strcmp(name_text, "__metadata__") == 0)
         status = read_metadata(value_json, b, err);
     else if (!json_is_object(value_json))

@@ -74,6 +74,24 @@ static void tensors_are_found_with_shape_type_and_place(void **state)
     free(file.bytes);
 }
 
+static void control_characters_of_a_file_do_not_reach_the_terminal(void **state)
+{
+    (void)state;
+    static const char *const headers[] = {"{\"a\":\x1b}", "{\"a\":{\"b\" \x1b 1}}",
+                                          "{\"a\":{\"b\":1\n\x1b}}"};
+    for (size_t i = 0; i < sizeof(headers) / sizeof(headers[0]); i++) {
+        struct file file = well_formed(headers[i], 0);
+        struct dkv_tensor_index index = {0};
+        struct dkv_error error = {0};
+        assert_int_equal(dkv_safetensors_parse(file.bytes, file.size, &index, &error),
+                         DKV_E_INVALID);
+        for (const char *text = error.text; *text != '\0'; text++)
+            if ((unsigned char)*text < 0x20)
+                fail_msg("byte 0x%02x in the text of header %zu", (unsigned char)*text, i);
+        free(file.bytes);
+    }
+}
+
 static void escaped_names_are_read(void **state)
 {
     (void)state;
@@ -300,6 +318,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(tensors_are_found_with_shape_type_and_place),
+        cmocka_unit_test(control_characters_of_a_file_do_not_reach_the_terminal),
         cmocka_unit_test(escaped_names_are_read),
         cmocka_unit_test(empty_files_and_empty_tensors_are_fine),
         cmocka_unit_test(types_unknown_to_us_are_tolerated),
