@@ -10,8 +10,6 @@ import os
 import struct
 import subprocess
 import sys
-import tempfile
-import time
 import unittest
 import urllib.request
 
@@ -20,6 +18,9 @@ import numpy as np
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 from tritonclient.utils import InferenceServerException
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "server"))
+from daemon import Daemon  # noqa: E402 (its folder is known only now)
 
 DROPKVD, DROPKV_CLIENT, TEST_DATA = sys.argv[1:4]
 DUMP = os.path.join(TEST_DATA, "dumps", "tiny_dump_n1024.safetensors")
@@ -39,24 +40,11 @@ def load(path):
     }
 
 
-def start_daemon():
-    """A daemon on a free port: (process, "host:port"). It creates the port file when it listens."""
-    folder = tempfile.mkdtemp()
-    port_file = os.path.join(folder, "port")
-    process = subprocess.Popen([DROPKVD, "--http", "127.0.0.1:0", "--socket", "off", "--port-file", port_file])
-    deadline = time.monotonic() + 60
-    while not (os.path.exists(port_file) and os.path.getsize(port_file)):
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError("the daemon did not start")
-        time.sleep(0.01)
-    with open(port_file, encoding="ascii") as file:
-        return process, "127.0.0.1:" + file.read().strip()
-
-
 class TritonClient(unittest.TestCase):
     @classmethod
     def setUpClass(cls):
-        cls.daemon, cls.address = start_daemon()
+        cls.daemon = Daemon(DROPKVD)
+        cls.address = f"127.0.0.1:{cls.daemon.port}"
         cls.tensors = load(DUMP)
         report = subprocess.run(
             [DROPKV_CLIENT, "score", "--endpoint", "embedded:", "--format", "json", "--keep-ratio", "0.1", DUMP],
@@ -66,9 +54,7 @@ class TritonClient(unittest.TestCase):
 
     @classmethod
     def tearDownClass(cls):
-        cls.daemon.terminate()
-        if cls.daemon.wait(timeout=30) != 0:
-            raise AssertionError(f"the daemon ended with {cls.daemon.returncode}")
+        cls.daemon.__exit__(None, None, None)
 
     def setUp(self):
         self.client = triton.InferenceServerClient(self.address, concurrency=4)
