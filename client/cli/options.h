@@ -40,8 +40,8 @@ struct dkv_endpoint_options {
 };
 
 /* Opens a client for --endpoint, "embedded:" included. Without --endpoint: the daemon's default
- * socket or address if one is ready, else the embedded engine; `chosen_out` (static or the option's memory)
- * names which, and standard error says so when nobody chose. */
+ * socket or address if one is ready, else the embedded engine; `chosen_out` (static or the option's
+ * memory) names which, and standard error says so when nobody chose. */
 enum dkv_status dkv_open_endpoint(const char *endpoint, const struct dropkv_client_options *options,
                                   struct dropkv_client **client_out, const char **chosen_out,
                                   struct dkv_error *err);
