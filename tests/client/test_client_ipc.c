@@ -304,7 +304,7 @@ static void a_daemon_that_was_killed_is_found_again_with_all_buffers(void **unus
 
 static void what_the_socket_cannot_carry_is_refused_at_once(void **unused)
 {
-    static const float scales[KV_HEADS] = {1, 1};
+    static const float sinks[Q_HEADS];
     struct dropkv_client *client = NULL;
     struct dropkv_error error;
     struct dropkv_result *result;
@@ -318,7 +318,7 @@ static void what_the_socket_cannot_carry_is_refused_at_once(void **unused)
     assert_int_equal(dropkv_buffer_new(0, NULL, &error), DROPKV_E_INVALID);
     client = open_client(NULL);
     struct dropkv_request request = make_request(&tensors, 1);
-    request.sink_logits = scales;
+    request.sink_logits = sinks;
     assert_int_equal(dropkv_score(client, &request, &result, &error), DROPKV_E_UNSUPPORTED);
     assert_non_null(strstr(error.text, "sink_logits"));
     dropkv_client_close(client);
