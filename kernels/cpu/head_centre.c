@@ -37,7 +37,7 @@ static void sort_rows(float *rows, unsigned n, uint32_t dim)
 static bool load_samples(const struct dkv_head *head, const struct dkv_reader *reader, uint32_t dim,
                          unsigned n, float *rows)
 {
-    const void *src[SAMPLES];
+    const void *src[SAMPLES] = {NULL}; /* set, so that gcc sees that nothing unset is passed */
     float top;
     for (unsigned i = 0; i < n; i++) {
         const uint64_t token = head->item->block->valid_from + (2 * i + 1) * head->n / (2 * n);
