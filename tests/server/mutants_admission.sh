@@ -7,6 +7,7 @@
 # A mutant is a file of server/, a line of it (a fixed string that occurs there once) and what
 # stands there instead. It must change the file, compile, and make some seed fail.
 set -eu
+unset DKV_SANITIZED # it thins out the seeds; what is compiled here bears no sanitizer
 while [ $# -gt 2 ]; do
     cc=${cc:+$cc }$1
     shift
