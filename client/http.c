@@ -9,6 +9,7 @@
  * server's Retry-After says, or a doubling pause of our own, as long as the deadline is later than
  * that. Scoring changes nothing on the server, so doing it twice is harmless.
  */
+#include "client/alarm.h"
 #include "client/http_exchange.h"
 
 #include <errno.h>
@@ -16,11 +17,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
-#include <sys/timerfd.h>
 #include <unistd.h>
 
 #define FIRST_PAUSE_NS   INT64_C(50000000)
-#define NEVER_NS         INT64_MAX
+#define NEVER_NS         DKV_ALARM_NEVER
 #define EVENTS_PER_ROUND 64
 #define IDLE_HANDLES_MAX 16u
 
@@ -31,10 +31,9 @@ struct dkv_transport {
     struct dkv_http_target target;
     CURLM *multi;
     int epoll_fd;
-    int timer_fd;
+    struct dkv_alarm alarm;
     int64_t curl_due_ns; /* when libcurl wants to be called */
     int64_t own_due_ns;  /* the earliest deadline or retry; may be early, never late */
-    int64_t armed_ns;    /* what the timerfd is set to */
     uint32_t max_retries;
     struct dkv_exchange *first; /* all exchanges */
     CURL *idle[IDLE_HANDLES_MAX];
@@ -83,20 +82,10 @@ static void note_due(struct dkv_transport *t, int64_t at_ns)
     t->own_due_ns = at_ns < t->own_due_ns ? at_ns : t->own_due_ns;
 }
 
-/* Sets the timerfd to the earliest thing that has to happen. */
+/* Sets the alarm to the earliest thing that has to happen. */
 static void arm_timer(struct dkv_transport *t)
 {
-    int64_t due_ns = t->curl_due_ns < t->own_due_ns ? t->curl_due_ns : t->own_due_ns;
-    if (due_ns == t->armed_ns)
-        return;
-    t->armed_ns = due_ns;
-    struct itimerspec spec = {0}; /* zero disarms */
-    if (due_ns != NEVER_NS) {
-        due_ns = due_ns < 1 ? 1 : due_ns;
-        spec.it_value.tv_sec = due_ns / 1000000000;
-        spec.it_value.tv_nsec = due_ns % 1000000000;
-    }
-    (void)timerfd_settime(t->timer_fd, TFD_TIMER_ABSTIME, &spec, NULL);
+    dkv_alarm_set(&t->alarm, t->curl_due_ns < t->own_due_ns ? t->curl_due_ns : t->own_due_ns);
 }
 
 /* ---- exchanges ---- */
@@ -284,12 +273,10 @@ static enum dkv_status http_dispatch(struct dkv_transport *t, struct dkv_error *
         if (n < 0 && errno != EINTR)
             return dkv_error_set(err, DKV_E_IO, "could not poll: %s", strerror(errno));
         for (int i = 0; i < n; i++) {
-            if (events[i].data.fd == t->timer_fd) {
-                uint64_t expirations;
-                t->armed_ns = NEVER_NS;
-                if (read(t->timer_fd, &expirations, sizeof(expirations)) < 0 && errno != EAGAIN)
-                    return dkv_error_set(err, DKV_E_IO, "could not read a timer: %s",
-                                         strerror(errno));
+            if (events[i].data.fd == t->alarm.fd) {
+                enum dkv_status status = dkv_alarm_clear(&t->alarm, err);
+                if (status != DKV_OK)
+                    return status;
             } else {
                 curl_multi_socket_action(t->multi, events[i].data.fd, curl_events(events[i].events),
                                          &running);
@@ -315,8 +302,7 @@ static void http_close(struct dkv_transport *t)
     while (t->n_idle > 0)
         curl_easy_cleanup(t->idle[--t->n_idle]);
     curl_multi_cleanup(t->multi); /* closes the connections, which tells on_socket */
-    if (t->timer_fd >= 0)
-        close(t->timer_fd);
+    dkv_alarm_close(&t->alarm);
     if (t->epoll_fd >= 0)
         close(t->epoll_fd);
     dkv_http_target_fini(&t->target);
@@ -326,13 +312,10 @@ static void http_close(struct dkv_transport *t)
 static enum dkv_status open_descriptors(struct dkv_transport *t, struct dkv_error *err)
 {
     t->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
-    t->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
-    struct epoll_event event = {.events = EPOLLIN, .data.fd = t->timer_fd};
-    if (t->epoll_fd < 0 || t->timer_fd < 0 ||
-        epoll_ctl(t->epoll_fd, EPOLL_CTL_ADD, t->timer_fd, &event) != 0)
+    if (t->epoll_fd < 0)
         return dkv_error_set(err, DKV_E_IO, "could not make an epoll instance: %s",
                              strerror(errno));
-    return DKV_OK;
+    return dkv_alarm_open(&t->alarm, t->epoll_fd, err);
 }
 
 static void set_up_multi(struct dkv_transport *t, uint32_t max_connections)
@@ -354,10 +337,9 @@ static enum dkv_status http_open(const struct dkv_transport_config *config,
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a transport");
     *t = (struct dkv_transport){
         .epoll_fd = -1,
-        .timer_fd = -1,
+        .alarm = DKV_ALARM_NONE,
         .curl_due_ns = NEVER_NS,
         .own_due_ns = NEVER_NS,
-        .armed_ns = NEVER_NS,
         .max_retries = config->max_retries,
     };
     enum dkv_status status = dkv_http_target_init(&t->target, config->address, config->token, err);

@@ -12,6 +12,7 @@
  * The socket and a timerfd for deadlines and pauses are in one epoll instance, which is the
  * descriptor that the caller watches.
  */
+#include "client/alarm.h"
 #include "client/ipc_message.h"
 
 #include <errno.h>
@@ -20,12 +21,11 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
-#include <sys/timerfd.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #define FIRST_PAUSE_NS INT64_C(20000000)
-#define NEVER_NS       INT64_MAX
+#define NEVER_NS       DKV_ALARM_NEVER
 #define READS_MAX      256 /* of one dispatch */
 #define FEATURES       ((uint32_t)DKV_WIRE_FEATURE_MEMFD)
 
@@ -66,9 +66,9 @@ struct dkv_transport {
     struct sent_bulk *first_bulk, **last_bulk;
     uint64_t n_bulks;
 
-    int epoll_fd, timer_fd;
+    int epoll_fd;
+    struct dkv_alarm alarm;
     uint32_t events; /* that the socket is watched for */
-    int64_t armed_ns;
     uint32_t max_retries;
     uint8_t payload[DKV_WIRE_PAYLOAD_MAX];
 };
@@ -551,25 +551,15 @@ static void arm_timer(struct dkv_transport *t)
     }
     if (t->first != NULL && t->conn == NULL && t->connect_not_before_ns < due_ns)
         due_ns = t->connect_not_before_ns;
-    if (due_ns == t->armed_ns)
-        return;
-    t->armed_ns = due_ns;
-    struct itimerspec spec = {0}; /* zero disarms */
-    if (due_ns != NEVER_NS) {
-        due_ns = due_ns < 1 ? 1 : due_ns;
-        spec.it_value.tv_sec = due_ns / 1000000000;
-        spec.it_value.tv_nsec = due_ns % 1000000000;
-    }
-    (void)timerfd_settime(t->timer_fd, TFD_TIMER_ABSTIME, &spec, NULL);
+    dkv_alarm_set(&t->alarm, due_ns);
 }
 
 static enum dkv_status ipc_dispatch(struct dkv_transport *t, struct dkv_error *err)
 {
-    uint64_t n_expired;
-    if (t->armed_ns != NEVER_NS && dkv_now_ns() >= t->armed_ns) {
-        if (read(t->timer_fd, &n_expired, sizeof(n_expired)) < 0 && errno != EAGAIN)
-            return dkv_error_set(err, DKV_E_IO, "could not read a timer: %s", strerror(errno));
-        t->armed_ns = NEVER_NS;
+    if (t->alarm.due_ns != NEVER_NS && dkv_now_ns() >= t->alarm.due_ns) {
+        enum dkv_status status = dkv_alarm_clear(&t->alarm, err);
+        if (status != DKV_OK)
+            return status;
         expire(t);
     }
     receive(t);
@@ -719,8 +709,7 @@ static void ipc_close(struct dkv_transport *t)
         t->idle = c->next;
         free(c);
     }
-    if (t->timer_fd >= 0)
-        close(t->timer_fd);
+    dkv_alarm_close(&t->alarm);
     if (t->epoll_fd >= 0)
         close(t->epoll_fd);
     free(t->regions);
@@ -748,16 +737,15 @@ static enum dkv_status ipc_open(const struct dkv_transport_config *config,
     if (t == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a transport");
     t->max_retries = config->max_retries;
-    t->armed_ns = NEVER_NS;
+    t->alarm = DKV_ALARM_NONE;
     t->last_bulk = &t->first_bulk;
     t->epoll_fd = epoll_create1(EPOLL_CLOEXEC);
-    t->timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK);
-    struct epoll_event event = {.events = EPOLLIN};
     enum dkv_status status = take_address(t, config->address, err);
-    if (status == DKV_OK && (t->epoll_fd < 0 || t->timer_fd < 0 ||
-                             epoll_ctl(t->epoll_fd, EPOLL_CTL_ADD, t->timer_fd, &event) != 0))
+    if (status == DKV_OK && t->epoll_fd < 0)
         status = dkv_error_set(err, DKV_E_IO, "could not make an epoll instance: %s",
                                strerror(errno));
+    if (status == DKV_OK)
+        status = dkv_alarm_open(&t->alarm, t->epoll_fd, err);
     if (status != DKV_OK) {
         ipc_close(t);
         return status;
