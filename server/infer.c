@@ -198,23 +198,13 @@ static struct dkv_backend_client *client_of(struct dkv_exchange *exchange)
     return conn->client;
 }
 
-static void count_batch(struct dkv_metrics *metrics, const struct dkv_job *job)
-{
-    if (!job->batch_first)
-        return;
-    metrics->stats.execution_count++;
-    dkv_histogram_add(&metrics->batch_items, job->batch_items);
-    dkv_histogram_add(&metrics->batch_tokens, (double)job->batch_tokens);
-    dkv_histogram_add(&metrics->batch_bytes, (double)job->batch_bytes);
-}
-
 /* The backend gives the job back. */
 static void on_done(struct dkv_job *job, void *owner)
 {
     struct dkv_exchange *exchange = owner;
     exchange->away = NULL;
     dkv_job_release_inputs(job);
-    count_batch(&exchange->server->metrics, job);
+    dkv_metrics_batch(&exchange->server->metrics, job);
     if (job->status == DKV_OK && dkv_answer_begin(exchange, job))
         return;
     exchange->job = job;
@@ -356,7 +346,7 @@ void dkv_infer_finish(struct dkv_exchange *exchange)
 static void on_done_orphan(struct dkv_job *job, void *owner)
 {
     struct dkv_server *server = owner;
-    count_batch(&server->metrics, job);
+    dkv_metrics_batch(&server->metrics, job);
     dkv_job_free(job);
 }
 

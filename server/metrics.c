@@ -62,6 +62,16 @@ static void add_duration(struct dkv_oip_duration *duration, uint64_t ns)
     duration->ns += ns;
 }
 
+void dkv_metrics_batch(struct dkv_metrics *metrics, const struct dkv_job *job)
+{
+    if (!job->batch_first)
+        return;
+    metrics->stats.execution_count++;
+    dkv_histogram_add(&metrics->batch_items, job->batch_items);
+    dkv_histogram_add(&metrics->batch_tokens, (double)job->batch_tokens);
+    dkv_histogram_add(&metrics->batch_bytes, (double)job->batch_bytes);
+}
+
 void dkv_metrics_request(struct dkv_metrics *metrics, enum dkv_outcome outcome,
                          const struct dkv_timing *timing)
 {

@@ -89,6 +89,9 @@ void dkv_metrics_init(struct dkv_metrics *metrics, const char *backend);
 
 void dkv_histogram_add(struct dkv_histogram *histogram, double value);
 
+/* Counts the engine batch that an ended job ran in, once: by the job that is marked first. */
+void dkv_metrics_batch(struct dkv_metrics *metrics, const struct dkv_job *job);
+
 /* Counts an inference that ended; durations of stages it never reached are 0. */
 struct dkv_timing {
     uint64_t total_ns, queue_ns, input_ns, compute_ns, output_ns;

@@ -23,20 +23,10 @@ static void fail_ask(struct dkv_ask *ask, const struct dkv_error *err)
     end_ask(ask);
 }
 
-static void count_batch(struct dkv_metrics *metrics, const struct dkv_job *job)
-{
-    if (!job->batch_first)
-        return;
-    metrics->stats.execution_count++;
-    dkv_histogram_add(&metrics->batch_items, job->batch_items);
-    dkv_histogram_add(&metrics->batch_tokens, (double)job->batch_tokens);
-    dkv_histogram_add(&metrics->batch_bytes, (double)job->batch_bytes);
-}
-
 static void on_job_done(struct dkv_job *job, void *owner)
 {
     struct dkv_ask *ask = owner;
-    count_batch(&ask->server->metrics, job);
+    dkv_metrics_batch(&ask->server->metrics, job);
     if (job->status != DKV_OK)
         ask->error = job->error;
     end_ask(ask);
