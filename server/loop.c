@@ -99,10 +99,11 @@ static enum dkv_status write_port_file(const char *path, unsigned port, struct d
                              strerror(errno));
     bool written = fprintf(file, "%u\n", port) > 0;
     written = fclose(file) == 0 && written;
-    if (!written || rename(temporary, path) != 0)
-        return dkv_error_set(err, DKV_E_IO, "port_file: cannot write %.120s: %s", path,
-                             strerror(errno));
-    return DKV_OK;
+    if (written && rename(temporary, path) == 0)
+        return DKV_OK;
+    dkv_error_set(err, DKV_E_IO, "port_file: cannot write %.120s: %s", path, strerror(errno));
+    unlink(temporary);
+    return DKV_E_IO;
 }
 
 /* What max_queue_bytes says, or half of the memory that machine and control group leave us. */
