@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define DKV_ENGINE_ABI 1u
+#define DKV_ENGINE_ABI 2u
 
 /* One block of a batch.
  *
@@ -26,6 +26,9 @@ extern "C" {
  *             0 before valid_from.
  * status, error   written by the engine. On anything but DKV_OK the outputs are undefined and only
  *                 this item failed; its neighbours are answered.
+ * nonfinite   false from the caller; true from the engine if it met NaN or infinity, be it that it
+ *             refused the block for it (nonfinite=error) or that it masked tokens (nonfinite=mask,
+ *             of which the CUDA engine does not tell).
  */
 struct dkv_item {
     const struct dkv_block *block;
@@ -35,6 +38,7 @@ struct dkv_item {
     float *scores_out;
     enum dkv_status status;
     struct dkv_error error;
+    bool nonfinite;
 };
 
 struct dkv_engine_config {

@@ -7,6 +7,7 @@
 #include "server/clock.h"
 #include "server/errand.h"
 #include "server/http.h"
+#include "server/record.h"
 
 #include <stdlib.h>
 
@@ -126,19 +127,13 @@ static struct MHD_Response *response_over(struct dkv_answer *answer)
 static void count_answer(struct dkv_exchange *exchange, const struct dkv_job *job,
                          uint64_t output_ns)
 {
-    struct dkv_metrics *metrics = &exchange->server->metrics;
-    const struct dkv_timing timing = {
-        .total_ns = dkv_clock_ns() - exchange->started_ns,
-        .queue_ns = job->started_ns - job->queued_ns,
-        .input_ns = job->queued_ns - exchange->started_ns,
-        .compute_ns = job->finished_ns - job->started_ns,
+    const struct dkv_record record = {
+        .transport = DKV_TRANSPORT_HTTP,
+        .job = job,
+        .started_ns = exchange->started_ns,
         .output_ns = output_ns,
     };
-    metrics->stats.inference_count += job->request.n_blocks;
-    metrics->degraded += job->degraded;
-    metrics->tokens_in += job->n_scored_tokens;
-    metrics->tokens_kept += job->n_keep;
-    dkv_metrics_request(metrics, DKV_OUTCOME_OK, &timing);
+    dkv_record_end(exchange->server, &record);
 }
 
 enum dkv_status dkv_answer_send(struct dkv_exchange *exchange, struct dkv_error *err)

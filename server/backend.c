@@ -156,10 +156,27 @@ static void on_up(void *owner, unsigned index, const struct dkv_engine_info *inf
 static void judge_job(struct dkv_job *job)
 {
     job->status = DKV_OK;
-    for (uint32_t i = 0; job->status == DKV_OK && i < job->request.n_blocks; i++) {
-        job->status = job->descriptor->blocks[i].status;
-        job->error = job->descriptor->blocks[i].error;
+    job->n_refused_nonfinite = job->n_masked_nonfinite = 0;
+    for (uint32_t i = 0; i < job->request.n_blocks; i++) {
+        const struct dkv_link_block *block = &job->descriptor->blocks[i];
+        job->n_refused_nonfinite += block->nonfinite && block->status != DKV_OK;
+        job->n_masked_nonfinite += block->nonfinite && block->status == DKV_OK;
+        if (job->status == DKV_OK) {
+            job->status = block->status;
+            job->error = block->error;
+        }
     }
+}
+
+/* Batches of one device may overlap; a moment counts once. */
+static void count_busy(struct dkv_backend_device *device, const struct dkv_run *run)
+{
+    const uint64_t from = run->started_ns > device->busy_until_ns ? run->started_ns
+                                                                  : device->busy_until_ns;
+    if (run->finished_ns <= from)
+        return;
+    device->busy_ns += run->finished_ns - from;
+    device->busy_until_ns = run->finished_ns;
 }
 
 static void on_done(void *owner, unsigned index, struct dkv_run *run, uint64_t scratch_bytes)
@@ -167,6 +184,8 @@ static void on_done(void *owner, unsigned index, struct dkv_run *run, uint64_t s
     struct dkv_backend *backend = owner;
     struct dkv_admission_batch *batch = run->batch;
     backend->devices[index].scratch_bytes = scratch_bytes;
+    backend->devices[index].n_blocks += batch->n_blocks;
+    count_busy(&backend->devices[index], run);
     for (unsigned i = 0; i < run->n_jobs; i++) {
         struct dkv_job *job = run->jobs[i];
         job->started_ns = run->started_ns;
@@ -358,18 +377,27 @@ bool dkv_backend_ready(const struct dkv_backend *backend)
     return false;
 }
 
+static void facts_of(const struct dkv_backend_device *device, struct dkv_worker_facts *facts_out)
+{
+    dkv_worker_facts(device->worker, facts_out);
+    facts_out->busy_ns = device->busy_ns;
+    facts_out->n_blocks = device->n_blocks;
+    facts_out->scratch_bytes = device->scratch_bytes;
+}
+
 void dkv_backend_info(struct dkv_backend *backend, struct dkv_backend_info *info_out)
 {
     *info_out = (struct dkv_backend_info){
         .engine = backend->devices[0].engine,
         .n_running = backend->n_running,
+        .max_queue_requests = backend->limits.max_entries,
         .n_levels = backend->limits.n_levels,
         .ready = dkv_backend_ready(backend),
     };
     info_out->n_devices = backend->n_devices;
     for (unsigned d = 0; d < backend->n_devices; d++)
         if (backend->devices[d].worker != NULL)
-            dkv_worker_facts(backend->devices[d].worker, &info_out->workers[d]);
+            facts_of(&backend->devices[d], &info_out->workers[d]);
     info_out->engine.scratch_bytes = 0;
     for (unsigned d = 0; d < backend->n_devices; d++)
         info_out->engine.scratch_bytes += backend->devices[d].scratch_bytes;

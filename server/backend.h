@@ -37,13 +37,14 @@ struct dkv_backend_info {
     struct dkv_engine_info engine; /* of the first device */
     unsigned n_queued;
     unsigned n_running;
+    unsigned max_queue_requests;
     unsigned n_levels; /* priorities in use: level[] of `queue` */
     bool ready;        /* some device answers */
     struct dkv_admission_stats queue;
     unsigned n_devices;
     struct dkv_worker_facts workers[DKV_ADMISSION_DEVICES_MAX];
-    unsigned n_loans;
-    uint64_t loan_bytes;
+    uint64_t n_loans[DKV_LOAN_KINDS];
+    uint64_t loan_bytes[DKV_LOAN_KINDS];
 };
 
 /* What the configuration says about the queue. INVALID names what does not fit together. */

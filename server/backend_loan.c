@@ -168,11 +168,17 @@ void dkv_backend_forget_loan(struct dkv_backend *backend, unsigned d, struct dkv
 
 void dkv_backend_count_loans(const struct dkv_backend *backend, struct dkv_backend_info *info_out)
 {
-    for (unsigned i = 0; i < backend->n_loans; i++)
-        if (backend->loans[i] != NULL) {
-            info_out->n_loans++;
-            info_out->loan_bytes += backend->loans[i]->bytes;
-        }
+    for (unsigned i = 0; i < backend->n_loans; i++) {
+        const struct dkv_loan *loan = backend->loans[i];
+        if (loan == NULL)
+            continue;
+        const enum dkv_loan_kind kind = dkv_loan_kind_of(loan);
+        info_out->n_loans[kind]++;
+        info_out->loan_bytes[kind] += loan->bytes;
+        for (unsigned d = 0; d < backend->n_devices && kind != DKV_LOAN_LOOSE; d++)
+            if (loan->holding & ~loan->attaching & 1u << d)
+                info_out->workers[d].mapped_bytes += loan->bytes;
+    }
 }
 
 void dkv_backend_free_loans(struct dkv_backend *backend)

@@ -16,6 +16,8 @@ struct dkv_backend_device {
     struct dkv_worker *worker;
     struct dkv_engine_info engine;
     uint64_t scratch_bytes;
+    uint64_t busy_ns, busy_until_ns; /* time with a batch, and until when it is counted */
+    uint64_t n_blocks;               /* scored */
     bool up;
     struct dkv_run runs[DKV_ADMISSION_FLIGHT_MAX];
 };

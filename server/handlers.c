@@ -167,9 +167,10 @@ void dkv_handle_metrics(struct dkv_exchange *exchange)
         .running_requests = backend.n_running,
         .body_bytes = server->bodies.charged_bytes,
         .body_limit_bytes = server->bodies.limit_bytes,
-        .connections = server->metrics.connections_total - server->metrics.connections_closed,
+        .queue_limit_requests = backend.max_queue_requests,
         .scratch_bytes = backend.engine.scratch_bytes,
         .ready = is_ready(server),
+        .draining = server->draining,
     };
     FILE *out = open_memstream(&text, &n_bytes);
     if (out != NULL) {

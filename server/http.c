@@ -178,11 +178,11 @@ static void on_connection(void *cls, struct MHD_Connection *mhd, void **context,
         const union MHD_ConnectionInfo *info = MHD_get_connection_info(
             mhd, MHD_CONNECTION_INFO_CONNECTION_FD);
         *context = dkv_conn_add(&http->conns, info->connect_fd, dkv_clock_ms());
-        http->server->metrics.connections_total++;
+        http->server->metrics.connections_total[DKV_TRANSPORT_HTTP]++;
         if (!uv_is_active((uv_handle_t *)&http->sweep_timer))
             uv_timer_start(&http->sweep_timer, on_sweep, SWEEP_MS, SWEEP_MS);
     } else if (conn != NULL) {
-        http->server->metrics.connections_closed++;
+        http->server->metrics.connections_closed[DKV_TRANSPORT_HTTP]++;
         if (conn->linger && !http->closed)
             dkv_linger_add(&http->lingering, http->server->loop, conn->fd);
         dkv_conn_remove(&http->conns, conn);
@@ -314,8 +314,8 @@ static void welcome(void *owner, int fd, const struct sockaddr *address, socklen
 static void refused(void *owner, enum dkv_refusal reason, const char *text)
 {
     struct dkv_http *http = owner;
-    http->server->metrics.connections_total++;
-    http->server->metrics.connections_closed++;
+    http->server->metrics.connections_total[DKV_TRANSPORT_HTTP]++;
+    http->server->metrics.connections_closed[DKV_TRANSPORT_HTTP]++;
     http->server->metrics.refusals[reason]++;
     dkv_log_limited(&http->server->client_log, DKV_LOG_INFO, "refused a connection: %s", text);
 }

@@ -20,6 +20,7 @@
 #include "server/errand.h"
 #include "server/handlers.h"
 #include "server/http.h"
+#include "server/record.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -29,8 +30,13 @@
 
 void dkv_infer_count_refusal(struct dkv_exchange *exchange, enum dkv_status status)
 {
-    const struct dkv_timing timing = {.total_ns = dkv_clock_ns() - exchange->started_ns};
-    dkv_metrics_request(&exchange->server->metrics, dkv_outcome_of(status), &timing);
+    const struct dkv_record record = {
+        .transport = DKV_TRANSPORT_HTTP,
+        .status = status,
+        .job = exchange->job != NULL ? exchange->job : exchange->away,
+        .started_ns = exchange->started_ns,
+    };
+    dkv_record_end(exchange->server, &record);
 }
 
 void dkv_infer_release(struct dkv_exchange *exchange)
@@ -354,8 +360,8 @@ void dkv_infer_gone(struct dkv_exchange *exchange)
 {
     struct dkv_job *job = exchange->away;
     exchange->gone = true;
-    exchange->away = NULL;
     dkv_infer_count_refusal(exchange, DKV_E_CANCELLED);
+    exchange->away = NULL;
     dkv_infer_leave(exchange);
     dkv_errand_abandon(exchange->errand);
     if (job != NULL) {

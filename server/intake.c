@@ -169,7 +169,7 @@ bool dkv_intake_receive(struct dkv_exchange *exchange, const char *bytes, size_t
     enum dkv_status status = DKV_OK;
     exchange->conn->body_bytes += n_bytes;
     exchange->received_bytes += n_bytes;
-    exchange->server->metrics.bytes_in += n_bytes;
+    exchange->server->metrics.bytes_in[DKV_TRANSPORT_HTTP] += n_bytes;
     if (exchange->refused_status != 0)
         return true; /* read over */
     status = dkv_body_append(&exchange->body, bytes, n_bytes, &err);

@@ -15,6 +15,11 @@ struct dkv_job *dkv_job_new(struct dkv_arena *arena)
     return job;
 }
 
+enum dkv_transport dkv_job_transport(const struct dkv_job *job, enum dkv_transport front)
+{
+    return job->loans == NULL ? front : DKV_TRANSPORT_SHARED;
+}
+
 enum dkv_status dkv_job_add_side(struct dkv_job *job, uint64_t bytes, struct dkv_error *err)
 {
     job->side = dkv_arena_alloc(job->arena, bytes);

@@ -16,6 +16,15 @@
 #include "server/body.h"
 #include "server/link.h"
 
+/* Which way bytes and requests come in. */
+enum dkv_transport {
+    DKV_TRANSPORT_HTTP = 0, /* in a body */
+    DKV_TRANSPORT_SOCKET,   /* behind a message of the local socket */
+    DKV_TRANSPORT_SHARED,   /* in host memory that the client lends */
+    DKV_TRANSPORT_DEVICE,   /* in a GPU's memory that the client lends */
+    DKV_TRANSPORTS,
+};
+
 struct dkv_job;
 struct dkv_backend_client;
 struct dkv_loan;
@@ -63,15 +72,20 @@ struct dkv_job {
     uint64_t n_tokens;
 
     uint64_t queued_ns, started_ns, finished_ns;
-    unsigned batch_items;   /* blocks of the engine batch it ran in */
-    uint64_t batch_tokens;  /* and their stored tokens */
-    uint64_t batch_bytes;   /* and what it read */
-    bool batch_first;       /* counts the batch */
-    const char *backend;    /* name of the engine that ran it; the backend's */
-    bool degraded;          /* answered by recency: see dkv_job_answer_by_recency() */
-    enum dkv_status status; /* of the job: its first failed item's, or why it never ran */
+    unsigned batch_items;         /* blocks of the engine batch it ran in */
+    uint64_t batch_tokens;        /* and their stored tokens */
+    uint64_t batch_bytes;         /* and what it read */
+    bool batch_first;             /* counts the batch */
+    unsigned n_refused_nonfinite; /* blocks that held NaN or infinity and were refused for it */
+    unsigned n_masked_nonfinite;  /* or answered without the tokens that did */
+    const char *backend;          /* name of the engine that ran it; the backend's */
+    bool degraded;                /* answered by recency: see dkv_job_answer_by_recency() */
+    enum dkv_status status;       /* of the job: its first failed item's, or why it never ran */
     struct dkv_error error;
 };
+
+/* Which way its tensors came, through a front of that name. */
+enum dkv_transport dkv_job_transport(const struct dkv_job *job, enum dkv_transport front);
 
 struct dkv_job *dkv_job_new(struct dkv_arena *arena);
 

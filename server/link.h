@@ -106,8 +106,9 @@ struct dkv_link_block {
     struct dkv_plan plan;
     struct dkv_link_addr keep;
     struct dkv_link_addr scores;
-    enum dkv_status status; /* written by the worker before DONE */
+    enum dkv_status status; /* written by the worker before DONE, like what follows */
     struct dkv_error error;
+    bool nonfinite; /* it met NaN or infinity */
 };
 
 struct dkv_link_job {

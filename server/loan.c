@@ -63,6 +63,11 @@ void dkv_loan_free(struct dkv_loan *loan)
     free(loan);
 }
 
+enum dkv_loan_kind dkv_loan_kind_of(const struct dkv_loan *loan)
+{
+    return loan->loose ? DKV_LOAN_LOOSE : DKV_LOAN_SEALED;
+}
+
 struct dkv_link_range dkv_loan_range(const struct dkv_loan *loan)
 {
     return (struct dkv_link_range){loan->number, loan->base, loan->bytes};

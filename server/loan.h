@@ -23,6 +23,14 @@
 
 struct dkv_loan;
 
+/* What it is, for whoever counts. */
+enum dkv_loan_kind {
+    DKV_LOAN_SEALED = 0, /* mapped and read in place */
+    DKV_LOAN_LOOSE,      /* read by pread() */
+    DKV_LOAN_DEVICE,     /* memory of a GPU */
+    DKV_LOAN_KINDS,
+};
+
 /* Every worker has answered: it is mapped, or why it could not be. May come before attach()
  * returns if no worker is up. */
 typedef void (*dkv_loan_attached_fn)(struct dkv_loan *loan, void *owner,
@@ -55,6 +63,8 @@ struct dkv_loan {
 enum dkv_status dkv_loan_new(int fd, uint64_t offset, uint64_t bytes, struct dkv_loan **loan_out,
                              struct dkv_error *err);
 void dkv_loan_free(struct dkv_loan *loan);
+
+enum dkv_loan_kind dkv_loan_kind_of(const struct dkv_loan *loan);
 
 /* Where a block's pointers may point. */
 struct dkv_link_range dkv_loan_range(const struct dkv_loan *loan);

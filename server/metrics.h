@@ -39,6 +39,16 @@ enum dkv_refusal {
     DKV_REFUSALS,
 };
 
+/* The fronts, by which connections are counted: the first two. */
+#define DKV_FRONTS 2
+
+/* How a client's region ended. */
+enum dkv_release {
+    DKV_RELEASE_ASKED = 0,
+    DKV_RELEASE_DISCONNECT, /* its connection ended, as by the client's death */
+    DKV_RELEASES,
+};
+
 #define DKV_HISTOGRAM_BUCKETS_MAX 16
 
 struct dkv_histogram {
@@ -53,9 +63,13 @@ struct dkv_metrics {
     uint64_t requests[DKV_OUTCOMES];
     uint64_t refusals[DKV_REFUSALS];
     uint64_t responses[5]; /* by first digit of the HTTP status, 1xx first */
-    uint64_t connections_total;
-    uint64_t connections_closed;
-    uint64_t bytes_in;
+    uint64_t connections_total[DKV_FRONTS];
+    uint64_t connections_closed[DKV_FRONTS];
+    uint64_t bytes_in[DKV_TRANSPORTS];
+    uint64_t answered[DKV_TRANSPORTS];
+    uint64_t regions_released[DKV_RELEASES];
+    uint64_t nonfinite_refused; /* blocks */
+    uint64_t nonfinite_masked;
     uint64_t tokens_in;
     uint64_t tokens_kept;
     struct dkv_histogram queue_seconds;
@@ -74,23 +88,29 @@ struct dkv_gauges {
     unsigned n_levels;
     const struct dkv_worker_facts *workers; /* [n_workers] */
     unsigned n_workers;
-    uint64_t regions; /* that clients lend */
-    uint64_t region_bytes;
+    const uint64_t *regions; /* [DKV_LOAN_KINDS], that clients lend */
+    const uint64_t *region_bytes;
     uint64_t queue_requests;
     uint64_t running_requests;
     uint64_t body_bytes;
     uint64_t body_limit_bytes;
-    uint64_t connections;
+    uint64_t queue_limit_requests;
     uint64_t scratch_bytes;
     bool ready;
+    bool draining;
 };
 
 void dkv_metrics_init(struct dkv_metrics *metrics, const char *backend);
 
 void dkv_histogram_add(struct dkv_histogram *histogram, double value);
 
-/* Counts the engine batch that an ended job ran in, once: by the job that is marked first. */
+/* Counts what the engine made of an ended job, and the batch that it ran in, once: by the job that
+ * is marked first. */
 void dkv_metrics_batch(struct dkv_metrics *metrics, const struct dkv_job *job);
+
+/* Counts what was answered: blocks, tokens, and the way it came, in a front of that name. */
+void dkv_metrics_answer(struct dkv_metrics *metrics, const struct dkv_job *job,
+                        enum dkv_transport front);
 
 /* Counts an inference that ended; durations of stages it never reached are 0. */
 struct dkv_timing {

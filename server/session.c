@@ -73,7 +73,7 @@ void dkv_session_end(struct dkv_session *session)
     free_outbox(session);
     dkv_list_remove(&session->node);
     session->all->n_sessions--;
-    session->all->server->metrics.connections_closed++;
+    session->all->server->metrics.connections_closed[DKV_TRANSPORT_SOCKET]++;
 }
 
 /* ---- sending ---- */
@@ -339,6 +339,7 @@ static bool read_bulk(struct dkv_session *session, uint64_t *left_of_turn, struc
                                 wanted, &n, err) != DKV_OK)
         return false;
     bulk->got += n;
+    session->all->server->metrics.bytes_in[DKV_TRANSPORT_SOCKET] += n;
     *left_of_turn -= n;
     session->progress_ms = n > 0 ? dkv_clock_ms() : session->progress_ms;
     if (dkv_wire_conn_bulk_left(session->conn) > 0)
@@ -462,7 +463,7 @@ enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, struct dkv_err
     dkv_list_init(&session->node);
     dkv_list_push_back(&all->sessions, &session->node);
     all->n_sessions++;
-    all->server->metrics.connections_total++;
+    all->server->metrics.connections_total[DKV_TRANSPORT_SOCKET]++;
     session->n_open_handles = 2;
     session->progress_ms = dkv_clock_ms();
     uv_poll_init(all->server->loop, &session->poll, fd);

@@ -7,7 +7,7 @@
  */
 #include "server/ask.h"
 
-#include "server/clock.h"
+#include "server/record.h"
 
 #include <assert.h>
 #include <stdlib.h>
@@ -180,8 +180,8 @@ static enum dkv_status admit(const struct dkv_session *session,
 
 static void refuse(struct dkv_session *session, uint64_t id, const struct dkv_error *err)
 {
-    const struct dkv_timing timing = {0};
-    dkv_metrics_request(&session->all->server->metrics, dkv_outcome_of(err->status), &timing);
+    const struct dkv_record record = {.transport = DKV_TRANSPORT_SOCKET, .status = err->status};
+    dkv_record_end(session->all->server, &record);
     dkv_session_send_error(session, id, err, 0);
 }
 
@@ -227,19 +227,13 @@ void dkv_session_handle_score(struct dkv_session *session,
 
 static void count_answer(const struct dkv_ask *ask)
 {
-    struct dkv_metrics *metrics = &ask->server->metrics;
-    const struct dkv_job *job = ask->job;
-    struct dkv_timing timing = {.total_ns = dkv_clock_ns() - ask->started_ns};
-    if (ask->error.status == DKV_OK) {
-        timing.queue_ns = job->started_ns - job->queued_ns;
-        timing.input_ns = job->queued_ns - ask->started_ns;
-        timing.compute_ns = job->finished_ns - job->started_ns;
-        metrics->stats.inference_count += job->request.n_blocks;
-        metrics->degraded += job->degraded;
-        metrics->tokens_in += job->n_scored_tokens;
-        metrics->tokens_kept += job->n_keep;
-    }
-    dkv_metrics_request(metrics, dkv_outcome_of(ask->error.status), &timing);
+    const struct dkv_record record = {
+        .transport = DKV_TRANSPORT_SOCKET,
+        .status = ask->error.status,
+        .job = ask->job,
+        .started_ns = ask->started_ns,
+    };
+    dkv_record_end(ask->server, &record);
 }
 
 /* Nobody works on it any more: what it read is let go of, so that a region that is being detached

@@ -79,6 +79,8 @@ static void on_settled(void *owner, const struct dkv_error *error)
     free(waiting);
     if (error->status != DKV_OK || answer.drops)
         forget_region(session, answer.object.object);
+    if (error->status == DKV_OK && answer.drops)
+        session->all->server->metrics.regions_released[DKV_RELEASE_ASKED]++;
     if (error->status != DKV_OK)
         dkv_session_send_error(session, answer.id, error, 0);
     else
@@ -363,8 +365,10 @@ static void free_slots(struct dkv_slots *slots)
 void dkv_session_free_objects(struct dkv_session *session)
 {
     for (uint32_t i = 0; session->regions.slots != NULL && i < session->regions.n; i++)
-        if (session->regions.slots[i].number != 0)
+        if (session->regions.slots[i].number != 0) {
             free(dkv_region_abandon(session->regions.slots[i].object));
+            session->all->server->metrics.regions_released[DKV_RELEASE_DISCONNECT]++;
+        }
     for (uint32_t i = 0; session->caches.slots != NULL && i < session->caches.n; i++)
         if (session->caches.slots[i].number != 0)
             dkv_cache_unref(session->caches.slots[i].object);

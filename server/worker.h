@@ -63,6 +63,12 @@ struct dkv_worker_facts {
     bool given_up;
     uint64_t restarts;
     pid_t pid; /* 0: none */
+
+    /* The backend's. */
+    uint64_t busy_ns; /* time with a batch */
+    uint64_t n_blocks;
+    uint64_t scratch_bytes;
+    uint64_t mapped_bytes; /* of clients' regions */
 };
 void dkv_worker_facts(const struct dkv_worker *worker, struct dkv_worker_facts *facts_out);
 

@@ -106,6 +106,7 @@ static void add_items(struct worker *worker, struct batch *batch, struct dkv_lin
         struct dkv_block *block = &batch->blocks[batch->n_items];
         packed->status = DKV_OK;
         packed->error = (struct dkv_error){0};
+        packed->nonfinite = false;
         if (!dkv_link_unpack(packed, dkv_worker_memory_find, &worker->memory, block))
             packed->status = dkv_error_set(&packed->error, DKV_E_NOMEM,
                                            "a region of this request could not be mapped");
@@ -138,6 +139,7 @@ static void report(const struct worker *worker, const struct batch *batch)
             assert(item->plan == &packed->plan);
             packed->status = item->status;
             packed->error = item->error;
+            packed->nonfinite = item->nonfinite;
         }
     }
 }

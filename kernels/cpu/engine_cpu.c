@@ -40,6 +40,7 @@ struct head_task {
     struct dkv_item *item;
     uint32_t head;
     unsigned faults; /* enum dkv_fault, what became of it */
+    bool masked;     /* some token was */
 };
 
 struct dkv_engine {
@@ -233,17 +234,20 @@ static void whole_task(void *context, size_t task, unsigned thread)
     struct dkv_head head;
     dkv_head_init(&head, slice->engine->ops, at->item, at->head);
     at->faults = run_whole(slice->engine, &head, thread);
+    at->masked = at->faults == DKV_FAULT_NONE && dkv_head_has_masked(&head);
 }
 
 static void explain_failures(const struct slice *slice)
 {
     for (size_t i = 0; i < slice->n_tasks; i++) {
         const struct head_task *task = &slice->tasks[i];
+        task->item->nonfinite |= task->masked;
         if (task->faults == DKV_FAULT_NONE || task->item->status != DKV_OK)
             continue; /* heads come in order: the lowest one that failed is explained */
         struct dkv_head head;
         dkv_head_init(&head, slice->engine->ops, task->item, task->head);
-        task->item->status = dkv_head_explain(&head, task->faults, &task->item->error);
+        task->item->status = dkv_head_explain(&head, task->faults, &task->item->nonfinite,
+                                              &task->item->error);
     }
 }
 
@@ -327,9 +331,10 @@ static void run_item(struct slice *slice, struct dkv_item *item, const struct la
         }
         const unsigned faults = run_shared(engine, &head);
         if (faults != DKV_FAULT_NONE) {
-            item->status = dkv_head_explain(&head, faults, &item->error);
+            item->status = dkv_head_explain(&head, faults, &item->nonfinite, &item->error);
             return;
         }
+        item->nonfinite |= dkv_head_has_masked(&head);
     }
 }
 

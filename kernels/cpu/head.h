@@ -119,9 +119,12 @@ unsigned dkv_head_faults(const struct dkv_head *head);
 /* What a score reported is of one in `raw`. */
 double dkv_head_score_factor(const struct dkv_head *head);
 void dkv_head_finish(const struct dkv_head *head);
+/* After pass_b: some token was masked (nonfinite=mask). */
+bool dkv_head_has_masked(const struct dkv_head *head);
 
-/* Says what is wrong and where: reads table and tensors again in order, the first offence wins. */
-enum dkv_status dkv_head_explain(const struct dkv_head *head, unsigned faults,
+/* Says what is wrong and where: reads table and tensors again in order, the first offence wins.
+ * *nonfinite_out becomes true if it is a NaN or an infinity. */
+enum dkv_status dkv_head_explain(const struct dkv_head *head, unsigned faults, bool *nonfinite_out,
                                  struct dkv_error *err);
 
 /* shift_out[dim] = minus a centre of the stored rows. offset_out: how far that is from zero,

@@ -41,7 +41,7 @@ static enum dkv_status check_table(const struct dkv_head *head, const struct dkv
 /* The first element of a tensor that is not finite, or with `limit` too large. */
 static enum dkv_status check_elements(const struct dkv_head *head, const struct dkv_reader *reader,
                                       uint32_t dim, const char *tensor, double limit,
-                                      struct dkv_error *err)
+                                      bool *nonfinite_out, struct dkv_error *err)
 {
     const struct dkv_block *block = head->item->block;
     const size_t size = dkv_dtype_bytes(reader->dtype);
@@ -55,6 +55,7 @@ static enum dkv_status check_elements(const struct dkv_head *head, const struct 
                 continue;
             if (!isfinite(x) && head->mask)
                 continue;
+            *nonfinite_out = !isfinite(x);
             return isfinite(x)
                        ? dkv_error_set(err, DKV_E_INVALID,
                                        "%s: %g out of range at KV head %u, token %llu, element %u: "
@@ -70,7 +71,8 @@ static enum dkv_status check_elements(const struct dkv_head *head, const struct 
     return DKV_OK;
 }
 
-static enum dkv_status check_queries(const struct dkv_head *head, struct dkv_error *err)
+static enum dkv_status check_queries(const struct dkv_head *head, bool *nonfinite_out,
+                                     struct dkv_error *err)
 {
     const struct dkv_block *block = head->item->block;
     const struct dkv_plan *plan = head->item->plan;
@@ -84,17 +86,19 @@ static enum dkv_status check_queries(const struct dkv_head *head, struct dkv_err
                                 (int64_t)row * view->token_stride;
             for (uint32_t d = 0; d < block->head_dim; d++) {
                 const float x = dkv_element_to_f32(at + d * size, view->dtype);
-                if (!isfinite(x))
-                    return dkv_error_set(
-                        err, DKV_E_INVALID, "query: %s at query head %u, row %llu, element %u",
-                        isnan(x) ? "NaN" : "infinity", q_head, (unsigned long long)row, d);
+                if (isfinite(x))
+                    continue;
+                *nonfinite_out = true;
+                return dkv_error_set(
+                    err, DKV_E_INVALID, "query: %s at query head %u, row %llu, element %u",
+                    isnan(x) ? "NaN" : "infinity", q_head, (unsigned long long)row, d);
             }
         }
     }
     return DKV_OK;
 }
 
-enum dkv_status dkv_head_explain(const struct dkv_head *head, unsigned faults,
+enum dkv_status dkv_head_explain(const struct dkv_head *head, unsigned faults, bool *nonfinite_out,
                                  struct dkv_error *err)
 {
     enum dkv_status status = DKV_OK;
@@ -104,11 +108,13 @@ enum dkv_status dkv_head_explain(const struct dkv_head *head, unsigned faults,
             status = check_table(head, &head->values, "value", err);
     }
     if (status == DKV_OK && (faults & (DKV_FAULT_NONFINITE | DKV_FAULT_RANGE))) {
-        status = check_queries(head, err);
+        status = check_queries(head, nonfinite_out, err);
         if (status == DKV_OK)
-            status = check_elements(head, &head->keys, head->dim, "key", HUGE_VAL, err);
+            status = check_elements(head, &head->keys, head->dim, "key", HUGE_VAL, nonfinite_out,
+                                    err);
         if (status == DKV_OK)
-            status = check_elements(head, &head->values, head->v_dim, "value", 1e18, err);
+            status = check_elements(head, &head->values, head->v_dim, "value", 1e18, nonfinite_out,
+                                    err);
     }
     if (status != DKV_OK)
         return status;

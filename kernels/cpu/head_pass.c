@@ -77,6 +77,14 @@ static void find_masked(struct dkv_head *head, uint64_t first, size_t n)
     }
 }
 
+bool dkv_head_has_masked(const struct dkv_head *head)
+{
+    for (uint64_t t = 0; head->mask && t < head->n; t++)
+        if (head->flags[t] & DKV_TOKEN_LOWEST)
+            return true;
+    return false;
+}
+
 /* Masked tokens become zero values that nobody sees. */
 static void hide_masked(const struct dkv_head *head, const struct dkv_tile *tile, uint64_t first,
                         size_t n)

@@ -90,6 +90,7 @@ static bool judge(struct dkv_cu_slot *slot, const struct dkv_cu_pending *pending
         slot->retry[pending->item] = 1;
         return false;
     } else if (report->nonfinite != ~0ull) {
+        item->nonfinite = true;
         explain_nonfinite(item, report->nonfinite, &why);
     } else if (report->flags & DKV_CU_OVERFLOW) {
         (void)dkv_error_set(&why, DKV_E_INVALID,

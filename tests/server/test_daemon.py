@@ -184,7 +184,7 @@ class Answers(unittest.TestCase):
         ok = moved(infer_request())
         for name in ('dropkv_requests_total{outcome="ok"}', "dropkv_blocks_total", "dropkv_batches_total",
                      "dropkv_tokens_in_total", "dropkv_tokens_kept_total", "dropkv_queue_seconds_count",
-                     "dropkv_compute_seconds_count", "dropkv_request_seconds_count", "dropkv_http_body_bytes_total",
+                     "dropkv_compute_seconds_count", "dropkv_request_seconds_count", 'dropkv_bytes_in_total{transport="http"}',
                      "dropkv_batch_items_count",
                      'nv_inference_request_success{model="dropkv",version="1"}'):
             self.assertIn(name, ok)
@@ -245,11 +245,11 @@ class Answers(unittest.TestCase):
                 for _ in range(4):
                     with daemon.connect() as connection:
                         connection.sendall(raw)
-            daemon.wait_for_metric("dropkv_http_connections", lambda v: v == 1)
+            daemon.wait_for_metric('dropkv_connections{transport="http"}', lambda v: v == 1)
             daemon.wait_for_metric("dropkv_body_bytes", lambda v: v == 0)
             for raw in (long_json(), long_answer()):
                 self.assertEqual(daemon.ask(raw).status, 200)
-            daemon.wait_for_metric("dropkv_http_connections", lambda v: v == 1)
+            daemon.wait_for_metric('dropkv_connections{transport="http"}', lambda v: v == 1)
             self.assertLessEqual(daemon.n_fds(), n_fds + 4)
             if not is_sanitized(DROPKVD):
                 deadline = time.monotonic() + 30
@@ -274,7 +274,7 @@ class Answers(unittest.TestCase):
             with self.daemon.connect(receive_bytes=4096) as connection:
                 connection.sendall(raw)
                 connection.recv(100)
-        self.daemon.wait_for_metric("dropkv_http_connections", lambda v: v == 1)
+        self.daemon.wait_for_metric('dropkv_connections{transport="http"}', lambda v: v == 1)
         deadline = time.monotonic() + 10
         while self.daemon.n_fds() > fds:
             self.assertLess(time.monotonic(), deadline, "descriptors leak")

@@ -138,7 +138,7 @@ class Raw(unittest.TestCase):
             for _ in range(50):
                 with self.daemon.connect() as connection:
                     connection.sendall(CANARY[:n])
-        self.daemon.wait_for_metric("dropkv_http_connections", lambda v: v == 1)
+        self.daemon.wait_for_metric('dropkv_connections{transport="http"}', lambda v: v == 1)
         deadline = time.monotonic() + 20
         while self.daemon.n_fds() > fds:
             self.assertLess(time.monotonic(), deadline, "descriptors leak")

@@ -90,11 +90,14 @@ static void a_budget_lets_a_burst_and_then_a_rate_pass(void **unused)
 static char *metrics_text(const struct dkv_metrics *metrics, bool nv_names)
 {
     const struct dkv_admission_stats queue = {.level[1] = {.n_waiting = 3, .oldest_us = 1500}};
-    const struct dkv_worker_facts worker = {.device = "cpu", .restarts = 2};
+    const struct dkv_worker_facts worker = {.device = "cpu", .restarts = 2, .busy_ns = 1500000000};
+    const uint64_t regions[DKV_LOAN_KINDS] = {4, 0, 0};
     const struct dkv_gauges gauges = {.workers = &worker,
                                       .n_workers = 1,
                                       .queue = &queue,
                                       .n_levels = 2,
+                                      .regions = regions,
+                                      .region_bytes = regions,
                                       .queue_requests = 3,
                                       .ready = true};
     char *text = NULL;
@@ -125,7 +128,14 @@ static void every_counter_is_there_before_the_first_request(void **unused)
         "dropkv_worker_up{worker=\"0\",device=\"cpu\"} 0\n",
         "dropkv_worker_restarts_total{worker=\"0\",device=\"cpu\"} 2\n",
         "dropkv_replayed_total 0\n",
-        "dropkv_regions 0\n",
+        "dropkv_worker_busy_seconds_total{worker=\"0\",device=\"cpu\"} 1.5\n",
+        "dropkv_regions{kind=\"sealed\"} 4\n",
+        "dropkv_regions{kind=\"device\"} 0\n",
+        "dropkv_regions_released_total{reason=\"disconnect\"} 0\n",
+        "dropkv_bytes_in_total{transport=\"shared\"} 0\n",
+        "dropkv_answered_total{transport=\"device\"} 0\n",
+        "dropkv_nonfinite_inputs_total{action=\"masked\"} 0\n",
+        "dropkv_connections{transport=\"socket\"} 0\n",
         "dropkv_queue_seconds_bucket{le=\"+Inf\"} 0\n",
         "dropkv_compute_seconds_count 0\n",
         "dropkv_request_seconds_sum 0\n",

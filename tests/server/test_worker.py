@@ -260,7 +260,7 @@ class Kills(unittest.TestCase):
             slack = 4 if is_sanitized(DROPKVD) else 1
             self.assertLess(times[len(times) // 2], 0.5 * slack)
             self.assertLess(times[-1], 1.0 * slack)
-            daemon.wait_for_metric("dropkv_http_connections", lambda v: v == 1)
+            daemon.wait_for_metric('dropkv_connections{transport="http"}', lambda v: v == 1)
             deadline = time.monotonic() + 10
             while daemon.n_fds() > fds:
                 self.assertLess(time.monotonic(), deadline, "descriptors leak")

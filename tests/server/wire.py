@@ -16,7 +16,7 @@ OK, MALFORMED, INVALID, UNSUPPORTED, NOT_FOUND, DENIED, TOO_LARGE = 0, 1, 2, 3, 
 BUSY, TIMEOUT, DRAINING, CANCELLED = 16, 17, 18, 19
 
 BF16, FP16, FP32 = 1, 2, 3
-KEEP_TOKENS, WINDOW, KEEP_RATIO, TIMEOUT_PARAM = 13, 2, 11, 23
+KEEP_TOKENS, WINDOW, KEEP_RATIO, STREAM, TIMEOUT_PARAM = 13, 2, 11, 21, 23
 
 F_ADD_SEALS, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 1, 2, 4
 
@@ -27,6 +27,11 @@ def integer(number, value):
 
 def real(number, value):
     return struct.pack("<BBHId", number, 1, 8, 0, value)
+
+
+def text(number, value):
+    data = value.encode()
+    return struct.pack("<BBHI", number, 3, len(data), 0) + data + bytes(-len(data) % 8)
 
 
 def header(kind, number, payload, bulk_bytes=0, n_fds=0, version=1):

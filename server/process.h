@@ -1,0 +1,21 @@
+/* What the system says about this process, for metrics.
+ *
+ * Thread  any.
+ * Odd     what cannot be read is 0.
+ */
+#ifndef DKV_SERVER_PROCESS_H
+#define DKV_SERVER_PROCESS_H
+
+#include "proto/types.h"
+
+struct dkv_process_facts {
+    double cpu_s;
+    double start_time_s; /* since 1970 */
+    uint64_t resident_bytes;
+    uint64_t n_fds;
+    uint64_t max_fds;
+};
+
+void dkv_process_facts(struct dkv_process_facts *facts_out);
+
+#endif
