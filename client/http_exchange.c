@@ -374,8 +374,10 @@ static enum dkv_status judge_reply(struct dkv_exchange *ex, unsigned http_status
         return read_answer(ex, err);
     const enum dkv_status status = dkv_oip_error_parse(http_status, ex->reply.bytes,
                                                        ex->reply.n_bytes, err);
-    /* Only what the server calls temporary, and not a deadline of ours that it honoured. */
-    *may_retry = (http_status == 503 || http_status == 429) && status != DKV_E_TIMEOUT;
+    /* Only what the server calls temporary, and not a deadline of ours that it honoured. A 502 is a
+     * proxy's word for the server behind it that died: the next one may be another. */
+    *may_retry = (http_status == 503 || http_status == 502 || http_status == 429) &&
+                 status != DKV_E_TIMEOUT;
     return status;
 }
 

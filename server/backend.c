@@ -94,6 +94,7 @@ static void launch(struct dkv_backend *backend, struct dkv_admission_batch *batc
         run->jobs[run->n_jobs++] = job_of(part->entry);
     }
     backend->n_running += run->n_jobs;
+    backend->n_launched++;
     dkv_worker_launch(device->worker, run);
 }
 

@@ -95,6 +95,11 @@ void dkv_backend_detach(struct dkv_loan *loan, dkv_loan_released_fn on_released,
 /* True if a request that comes now may be accepted: some device answers. */
 bool dkv_backend_ready(const struct dkv_backend *backend);
 
+/* Has everything moved since the last call? False, with a sentence, if no device answers, a worker
+ * is silent with nothing to do, or requests wait beside an idle device. Sets the workers a question
+ * that they have until the next call to answer. */
+bool dkv_backend_pulse(struct dkv_backend *backend, const char **why_out);
+
 void dkv_backend_info(struct dkv_backend *backend, struct dkv_backend_info *info_out);
 
 #endif

@@ -4,6 +4,7 @@
  *   backend_client.c  clients of the fair share
  *   backend_loan.c    memory that clients lend
  *   backend_limits.c  what the configuration says about the queue
+ *   backend_pulse.c   whether everything moves
  *
  * Thread  loop.
  */
@@ -34,6 +35,8 @@ struct dkv_backend {
     struct dkv_backend_device devices[DKV_ADMISSION_DEVICES_MAX];
     unsigned n_devices;
     unsigned n_running;      /* jobs */
+    uint64_t n_launched;     /* batches, ever */
+    uint64_t pulse_launched; /* n_launched at the last pulse */
     struct dkv_loan **loans; /* [n_loans], by number - DKV_LINK_LOANS; NULL where there is none */
     unsigned n_loans;
     bool pumping;

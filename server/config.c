@@ -48,6 +48,8 @@ const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
     TEXT(socket, "", NULL,
          "Path of the local socket, or off; none: $XDG_RUNTIME_DIR/dropkv/dropkvd.sock, else "
          "/run/dropkv/dropkvd.sock"),
+    TEXT(socket_group, "", NULL,
+         "Group, by name or number, whose members may connect to the local socket too"),
     TEXT(port_file, "", NULL, "Write the port in use to this file once listening"),
     LIST(device, "cpu", "Device that computes: cpu, or cuda:N; may be given several times"),
     TEXT(cpu_mask, "", NULL, "Instruction sets the CPU engine may use, as DKV_CPU_MASK"),
@@ -102,6 +104,8 @@ const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
            "and a reply must be read"),
     NUMBER(request_timeout_ms, "30000", 1, 3600000, "ms",
            "Time for a received request to be answered"),
+    NUMBER(drain_delay_ms, "0", 0, 3600000, "ms",
+           "Time at shutdown in which readiness says no and requests are accepted still"),
     NUMBER(drain_timeout_ms, "30000", 0, 3600000, "ms", "Time for accepted requests at shutdown"),
 };
 
@@ -316,6 +320,20 @@ static enum dkv_status check_devices(const struct dkv_config *config, struct dkv
     return DKV_OK;
 }
 
+enum dkv_status dkv_config_check_reach(const struct dkv_config *config, bool loopback,
+                                       const char *text, struct dkv_error *err)
+{
+    if (!loopback && *config->token_file == '\0')
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "http: %.64s is not a loopback address; that needs token_file", text);
+    if (!loopback && !config->behind_proxy)
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "http: %.64s is not a loopback address; tokens must not cross a "
+                             "network unencrypted, so that needs a TLS proxy and behind_proxy",
+                             text);
+    return DKV_OK;
+}
+
 enum dkv_status dkv_config_check(const struct dkv_config *config, struct dkv_error *err)
 {
     if (config->max_queue_bytes != 0 && config->max_body_bytes > config->max_queue_bytes)
@@ -342,16 +360,7 @@ enum dkv_status dkv_config_check(const struct dkv_config *config, struct dkv_err
     enum dkv_status status = dkv_listen_parse(config->http, &address, err);
     if (status != DKV_OK)
         return status;
-    if (!address.loopback && *config->token_file == '\0')
-        return dkv_error_set(err, DKV_E_INVALID,
-                             "http: %.64s is not a loopback address; that needs token_file",
-                             config->http);
-    if (!address.loopback && !config->behind_proxy)
-        return dkv_error_set(err, DKV_E_INVALID,
-                             "http: %.64s is not a loopback address; tokens must not cross a "
-                             "network unencrypted, so that needs a TLS proxy and behind_proxy",
-                             config->http);
-    return DKV_OK;
+    return dkv_config_check_reach(config, address.loopback, config->http, err);
 }
 
 static void print_json_text(const char *text, FILE *out)

@@ -17,13 +17,14 @@
 #include <stdio.h>
 
 struct dkv_config {
-    char *http;       /* ADDRESS:PORT or "off" */
-    char *socket;     /* path of the local socket, "" for the default one, "off" for none */
-    char *port_file;  /* where to write the port in use; "" for nowhere */
-    char *device;     /* "cpu", "cuda:N", or several with commas between */
-    char *cpu_mask;   /* "": every instruction set the CPU has */
-    char *token_file; /* "": no tokens */
-    char *log_format; /* "text", "json" */
+    char *http;         /* ADDRESS:PORT or "off" */
+    char *socket;       /* path of the local socket, "" for the default one, "off" for none */
+    char *socket_group; /* whose members may connect to it, too; "": nobody else */
+    char *port_file;    /* where to write the port in use; "" for nowhere */
+    char *device;       /* "cpu", "cuda:N", or several with commas between */
+    char *cpu_mask;     /* "": every instruction set the CPU has */
+    char *token_file;   /* "": no tokens */
+    char *log_format;   /* "text", "json" */
     char *log_level;
     bool behind_proxy;
     bool nv_metrics;
@@ -54,6 +55,7 @@ struct dkv_config {
     uint64_t body_grace_ms;
     uint64_t body_min_bytes_per_s;
     uint64_t request_timeout_ms;
+    uint64_t drain_delay_ms;
     uint64_t drain_timeout_ms;
 };
 
@@ -78,7 +80,7 @@ struct dkv_config_field {
     bool is_list;               /* DKV_CONFIG_TEXT: arguments add up, with commas between */
 };
 
-#define DKV_CONFIG_FIELDS 38
+#define DKV_CONFIG_FIELDS 40
 
 extern const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS];
 
@@ -116,6 +118,11 @@ bool dkv_config_device(const struct dkv_config *config, unsigned index,
 
 /* The rules that concern several fields. Also reads nothing: files are opened at start. */
 enum dkv_status dkv_config_check(const struct dkv_config *config, struct dkv_error *err);
+
+/* May HTTP be served at an address, shown as `text`? Beyond loopback that takes tokens and a proxy
+ * that terminates TLS. */
+enum dkv_status dkv_config_check_reach(const struct dkv_config *config, bool loopback,
+                                       const char *text, struct dkv_error *err);
 
 /* Writes a file that dkv_config_load_file() reads back; with `sources`, each field is an object
  * {"value", "source"} instead. */

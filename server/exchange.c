@@ -26,7 +26,7 @@ void dkv_reply_response(struct dkv_exchange *exchange, unsigned http_status,
         exchange->gone = true; /* out of memory: the connection is closed instead */
         return;
     }
-    if (exchange->close_after || server->draining)
+    if (exchange->close_after || server->leaving)
         MHD_add_response_header(response, MHD_HTTP_HEADER_CONNECTION, "close");
     if (MHD_queue_response(exchange->mhd, http_status, response) != MHD_YES)
         exchange->gone = true;

@@ -22,7 +22,7 @@ static void refresh_engine(struct dkv_server *server, struct dkv_backend_info *i
 
 static bool is_ready(const struct dkv_server *server)
 {
-    return !server->draining && dkv_backend_ready(server->backend);
+    return !server->leaving && dkv_backend_ready(server->backend);
 }
 
 /* True if the path names our model; answers 404 otherwise. */
@@ -116,7 +116,7 @@ void dkv_handle_stats(struct dkv_exchange *exchange)
 void dkv_handle_index(struct dkv_exchange *exchange)
 {
     reply_literal(exchange, 200,
-                  exchange->server->draining
+                  exchange->server->leaving
                       ? "[{\"name\":\"dropkv\",\"version\":\"1\",\"state\":\"UNAVAILABLE\","
                         "\"reason\":\"shutting down\"}]"
                   : !is_ready(exchange->server)

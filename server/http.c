@@ -340,18 +340,35 @@ static void make_room(void *owner)
     shut(oldest);
 }
 
+/* The listening socket: the service manager's, or one that is made here. */
+static enum dkv_status open_socket(struct dkv_http *http, struct dkv_listen_address *address_out,
+                                   int *fd_out, struct dkv_error *err)
+{
+    const struct dkv_config *config = http->server->config;
+    *fd_out = http->server->inherited.http_fd;
+    if (*fd_out >= 0) {
+        if (!dkv_listen_adopt(*fd_out, address_out, &http->port))
+            return dkv_error_set(err, DKV_E_INVALID, "http: the inherited socket has no address");
+        return dkv_config_check_reach(config, address_out->loopback, "the inherited socket", err);
+    }
+    const enum dkv_status status = dkv_listen_parse(config->http, address_out, err);
+    return status == DKV_OK ? dkv_listen_open(address_out, fd_out, &http->port, err) : status;
+}
+
 /* The door, which owns the listening socket from then on. */
-static enum dkv_status open_door(struct dkv_http *http, const struct dkv_listen_address *address,
-                                 struct dkv_error *err)
+static enum dkv_status open_door(struct dkv_http *http, struct dkv_error *err)
 {
     const struct dkv_config *config = http->server->config;
     const struct dkv_door_config door = {config->header_timeout_ms,
                                          (unsigned)config->max_connections};
     const struct dkv_door_calls calls = {http, welcome, refused, n_inside, make_room};
+    struct dkv_listen_address address;
     int listen_fd;
-    enum dkv_status status = dkv_listen_open(address, &listen_fd, &http->port, err);
+    enum dkv_status status = open_socket(http, &address, &listen_fd, err);
     if (status != DKV_OK)
         return status;
+    /* A web page cannot know a token, so names matter only where none is asked for. */
+    http->rules.local_names_only = address.loopback && !http->server->auth.required;
     http->door = dkv_door_open(http->server->loop, listen_fd, &door, &calls);
     if (http->door == NULL) {
         close(listen_fd);
@@ -362,15 +379,11 @@ static enum dkv_status open_door(struct dkv_http *http, const struct dkv_listen_
 
 enum dkv_status dkv_http_open(struct dkv_server *server, struct dkv_error *err)
 {
-    struct dkv_listen_address address;
-    enum dkv_status status = dkv_listen_parse(server->config->http, &address, err);
-    struct dkv_http *http = status == DKV_OK ? calloc(1, sizeof(*http)) : NULL;
+    struct dkv_http *http = calloc(1, sizeof(*http));
     if (http == NULL)
-        return status != DKV_OK ? status : dkv_error_set(err, DKV_E_NOMEM, "out of memory");
+        return dkv_error_set(err, DKV_E_NOMEM, "out of memory");
     http->server = server;
     http->rules.max_body_bytes = server->max_body_bytes;
-    /* A web page cannot know a token, so names matter only where none is asked for. */
-    http->rules.local_names_only = address.loopback && !server->auth.required;
     http->library = start_library(http);
     if (http->library == NULL) {
         free(http);
@@ -378,7 +391,7 @@ enum dkv_status dkv_http_open(struct dkv_server *server, struct dkv_error *err)
     }
     server->http = http; /* closed with dkv_http_close(), also if the door does not open */
     attach_to_loop(http);
-    return open_door(http, &address, err);
+    return open_door(http, err);
 }
 
 unsigned dkv_http_port(const struct dkv_http *http)

@@ -14,7 +14,7 @@
 
 struct dkv_exchange;
 
-/* Listens on config->http. */
+/* Listens on config->http, or on the socket that the service manager handed over. */
 enum dkv_status dkv_http_open(struct dkv_server *server, struct dkv_error *err);
 
 /* The port in use. */

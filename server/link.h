@@ -4,8 +4,8 @@
  * large lies in the arena: the descriptor of a job, which names every byte its work reads and
  * writes by (memory, offset), since each side has mapped everything at addresses of its own.
  *
- *   front -> worker   START (the arena's fd), ATTACH (a client's fd), DETACH, RUN
- *   worker -> front   UP or FAILED, ATTACHED, DETACHED, DONE
+ *   front -> worker   START (the arena's fd), ATTACH (a client's fd), DETACH, RUN, PING
+ *   worker -> front   UP or FAILED, ATTACHED, DETACHED, DONE, PONG
  *
  * A worker answers RUNs in order. Both ends are the same program, so structs travel as they are.
  *
@@ -27,11 +27,13 @@ enum dkv_link_type {
     DKV_LINK_ATTACH,
     DKV_LINK_DETACH,
     DKV_LINK_RUN,
+    DKV_LINK_PING, /* are you there? */
     DKV_LINK_UP,
     DKV_LINK_FAILED,
     DKV_LINK_ATTACHED,
     DKV_LINK_DETACHED,
     DKV_LINK_DONE,
+    DKV_LINK_PONG,
 };
 
 struct dkv_link_start {

@@ -54,6 +54,13 @@ static bool parse_port(const char *text, in_port_t *port_out)
     return port <= 65535;
 }
 
+static bool is_loopback(const struct sockaddr_storage *address)
+{
+    if (address->ss_family == AF_INET)
+        return ntohl(((const struct sockaddr_in *)address)->sin_addr.s_addr) >> 24 == 127;
+    return IN6_IS_ADDR_LOOPBACK(&((const struct sockaddr_in6 *)address)->sin6_addr);
+}
+
 enum dkv_status dkv_listen_parse(const char *text, struct dkv_listen_address *out,
                                  struct dkv_error *err)
 {
@@ -72,15 +79,14 @@ enum dkv_status dkv_listen_parse(const char *text, struct dkv_listen_address *ou
         v4->sin_family = AF_INET;
         v4->sin_port = port;
         out->address_bytes = sizeof(*v4);
-        out->loopback = ntohl(v4->sin_addr.s_addr) >> 24 == 127;
     } else if (inet_pton(AF_INET6, host, &v6->sin6_addr) == 1) {
         v6->sin6_family = AF_INET6;
         v6->sin6_port = port;
         out->address_bytes = sizeof(*v6);
-        out->loopback = IN6_IS_ADDR_LOOPBACK(&v6->sin6_addr);
     } else {
         return bad_address(text, err);
     }
+    out->loopback = is_loopback(&out->address);
     return DKV_OK;
 }
 
@@ -113,4 +119,16 @@ enum dkv_status dkv_listen_open(const struct dkv_listen_address *address, int *f
     *fd_out = fd;
     *port_out = port_in_use(fd);
     return DKV_OK;
+}
+
+bool dkv_listen_adopt(int fd, struct dkv_listen_address *out, unsigned *port_out)
+{
+    memset(out, 0, sizeof(*out));
+    out->address_bytes = sizeof(out->address);
+    if (getsockname(fd, (struct sockaddr *)&out->address, &out->address_bytes) != 0 ||
+        (out->address.ss_family != AF_INET && out->address.ss_family != AF_INET6))
+        return false;
+    out->loopback = is_loopback(&out->address);
+    *port_out = port_in_use(fd);
+    return true;
 }

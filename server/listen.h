@@ -25,4 +25,8 @@ enum dkv_status dkv_listen_parse(const char *text, struct dkv_listen_address *ou
 enum dkv_status dkv_listen_open(const struct dkv_listen_address *address, int *fd_out,
                                 unsigned *port_out, struct dkv_error *err);
 
+/* Takes a socket that listens already: what it listens on, and the port. False if that is no
+ * internet address. */
+bool dkv_listen_adopt(int fd, struct dkv_listen_address *out, unsigned *port_out);
+
 #endif

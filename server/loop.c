@@ -1,8 +1,12 @@
 /* The life of the daemon: open everything, run the loop, drain, close in reverse order.
  *
- *   running --SIGTERM/SIGINT--> draining --last accepted request answered--> stop, exit 0
- *                                   |--second signal or drain_timeout_ms---> exit 1 at once
+ *   running --SIGTERM/SIGINT--> leaving --drain_delay_ms or a signal--> draining
+ *   draining --last accepted request answered--> stop, exit 0
+ *            --second signal or drain_timeout_ms--> exit 1 at once
  *   SIGHUP reads the token file again.
+ *
+ * While leaving, everything is as before but readiness, which says no: load balancers look at that
+ * every second or so and send nothing more, so that draining has nobody to refuse.
  *
  * While draining, connections are still accepted, so that their requests get a definite answer (503
  * and Connection: close) rather than a refused connection. "At once" means _exit(): a
@@ -10,6 +14,7 @@
  */
 #include "server/errand.h"
 #include "server/http.h"
+#include "server/notify.h"
 #include "server/server.h"
 #include "server/session.h"
 
@@ -30,7 +35,10 @@ struct life {
     uv_loop_t loop;
     uv_signal_t sigterm, sigint, sighup;
     uv_timer_t drain_timer;
+    uv_timer_t alive_timer; /* signs of life for the service manager's watchdog */
     uint64_t drain_end_ms;
+    struct dkv_notify notify;
+    bool mute; /* the watchdog is not fed, and the log has said why */
 };
 
 static void stop_at_once(struct life *life, const char *why)
@@ -52,19 +60,40 @@ static void on_drain_timer(uv_timer_t *timer)
         stop_at_once(life, "drain_timeout_ms is over");
 }
 
+static void drain(struct life *life)
+{
+    struct dkv_server *server = &life->server;
+    server->draining = true;
+    life->drain_end_ms = dkv_clock_ms() + server->config->drain_timeout_ms;
+    dkv_log(DKV_LOG_INFO, "draining, %u requests are being answered", server->n_accepted);
+    if (server->http != NULL)
+        dkv_http_drain(server->http);
+    uv_timer_start(&life->drain_timer, on_drain_timer, 0, DRAIN_CHECK_MS);
+}
+
+static void on_delay_over(uv_timer_t *timer)
+{
+    drain(timer->data);
+}
+
 static void on_stop_signal(uv_signal_t *handle, int number)
 {
     struct life *life = handle->data;
     struct dkv_server *server = &life->server;
+    const uint64_t delay_ms = server->config->drain_delay_ms;
     if (server->draining)
         stop_at_once(life, "a second signal");
-    server->draining = true;
-    life->drain_end_ms = dkv_clock_ms() + server->config->drain_timeout_ms;
-    dkv_log(DKV_LOG_INFO, "%s: draining, %u requests are being answered",
-            number == SIGTERM ? "SIGTERM" : "SIGINT", server->n_accepted);
-    if (server->http != NULL)
-        dkv_http_drain(server->http);
-    uv_timer_start(&life->drain_timer, on_drain_timer, 0, DRAIN_CHECK_MS);
+    if (server->leaving) {
+        drain(life); /* whoever signals again does not want to wait for the delay */
+        return;
+    }
+    server->leaving = true;
+    dkv_log(DKV_LOG_INFO, "%s: leaving", number == SIGTERM ? "SIGTERM" : "SIGINT");
+    dkv_notify_send(&life->notify, "STOPPING=1\nSTATUS=draining");
+    if (delay_ms > 0)
+        uv_timer_start(&life->drain_timer, on_delay_over, delay_ms, 0);
+    else
+        drain(life);
 }
 
 static void on_hangup(uv_signal_t *handle, int number)
@@ -72,10 +101,35 @@ static void on_hangup(uv_signal_t *handle, int number)
     struct life *life = handle->data;
     struct dkv_error err = {0};
     (void)number;
+    dkv_notify_reloading(&life->notify);
     if (dkv_auth_load(&life->server.auth, life->server.config->token_file, &err) == DKV_OK)
         dkv_log(DKV_LOG_INFO, "SIGHUP: %u tokens in force", life->server.auth.n_tokens);
     else
         dkv_log(DKV_LOG_ERROR, "SIGHUP: %s; the tokens in force stay", err.text);
+    dkv_notify_send(&life->notify, "READY=1");
+}
+
+/* The loop turns, or this would not run; queue and workers have to show that they do. */
+static void on_alive_timer(uv_timer_t *timer)
+{
+    struct life *life = timer->data;
+    const char *why = NULL;
+    const bool alive = dkv_backend_pulse(life->server.backend, &why);
+    if (alive)
+        dkv_notify_send(&life->notify, "WATCHDOG=1");
+    else if (!life->mute)
+        dkv_log(DKV_LOG_WARN, "the watchdog gets no sign of life: %s", why);
+    life->mute = !alive;
+}
+
+/* Four signs of life in the time the manager waits for one: what has just been set going at one of
+ * them may answer by the next. */
+static void keep_alive(struct life *life)
+{
+    const uint64_t period_ms = life->notify.watchdog_us / 4000;
+    if (life->notify.watchdog_us == 0)
+        return;
+    uv_timer_start(&life->alive_timer, on_alive_timer, 0, period_ms > 0 ? period_ms : 1);
 }
 
 static void add_signal(struct life *life, uv_signal_t *handle, uv_signal_cb callback, int number)
@@ -155,7 +209,9 @@ static enum dkv_status start(struct life *life, struct dkv_error *err)
 {
     struct dkv_server *server = &life->server;
     const struct dkv_config *config = server->config;
-    enum dkv_status status = dkv_auth_load(&server->auth, config->token_file, err);
+    enum dkv_status status = dkv_inherited_take(&server->inherited, err);
+    if (status == DKV_OK)
+        status = dkv_auth_load(&server->auth, config->token_file, err);
     if (status == DKV_OK)
         status = open_memory(server, err);
     if (status == DKV_OK)
@@ -164,7 +220,7 @@ static enum dkv_status start(struct life *life, struct dkv_error *err)
         return status;
     learn_engine(server);
     status = dkv_sessions_open(server, &server->sessions, err);
-    if (status == DKV_OK && strcmp(config->http, "off") != 0)
+    if (status == DKV_OK && (strcmp(config->http, "off") != 0 || server->inherited.http_fd >= 0))
         status = dkv_http_open(server, err);
     if (status == DKV_OK && server->http != NULL)
         status = write_port_file(config->port_file, dkv_http_port(server->http), err);
@@ -173,7 +229,8 @@ static enum dkv_status start(struct life *life, struct dkv_error *err)
     if (server->sessions != NULL)
         dkv_log(DKV_LOG_INFO, "listening at %.108s", dkv_sessions_path(server->sessions));
     if (server->http != NULL)
-        dkv_log(DKV_LOG_INFO, "listening on %.64s, port %u", config->http,
+        dkv_log(DKV_LOG_INFO, "listening on %.64s, port %u",
+                server->inherited.http_fd >= 0 ? "a socket of the service manager" : config->http,
                 dkv_http_port(server->http));
     return DKV_OK;
 }
@@ -197,6 +254,7 @@ static void stop(struct life *life)
     dkv_body_pool_fini(&server->bodies);
     dkv_arena_close(&server->arena);
     dkv_auth_fini(&server->auth);
+    dkv_notify_close(&life->notify);
 }
 
 int dkv_server_run(const struct dkv_config *config)
@@ -206,23 +264,30 @@ int dkv_server_run(const struct dkv_config *config)
     signal(SIGPIPE, SIG_IGN);
     if (*config->cpu_mask != '\0')
         setenv("DKV_CPU_MASK", config->cpu_mask, 1);
+    dkv_notify_open(&life.notify);
     dkv_errand_init();
     uv_loop_init(&life.loop);
     life.server.loop = &life.loop;
     uv_timer_init(&life.loop, &life.drain_timer);
+    uv_timer_init(&life.loop, &life.alive_timer);
     life.drain_timer.data = &life;
+    life.alive_timer.data = &life;
     add_signal(&life, &life.sigterm, on_stop_signal, SIGTERM);
     add_signal(&life, &life.sigint, on_stop_signal, SIGINT);
     add_signal(&life, &life.sighup, on_hangup, SIGHUP);
 
     int exit_status = 0;
     if (start(&life, &err) == DKV_OK) {
+        dkv_notify_send(&life.notify, "READY=1\nSTATUS=serving with engine %s on %s",
+                        life.server.engine_info.backend, life.server.engine_info.device);
+        keep_alive(&life);
         uv_run(&life.loop, UV_RUN_DEFAULT);
         if (*config->port_file != '\0')
             unlink(config->port_file);
         dkv_log(DKV_LOG_INFO, "stopped");
     } else {
         dkv_log(DKV_LOG_ERROR, "cannot start: %s", err.text);
+        dkv_notify_send(&life.notify, "STATUS=cannot start: %s", err.text);
         exit_status = EXIT_START;
     }
     stop(&life);

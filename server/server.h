@@ -10,6 +10,7 @@
 #include "server/backend.h"
 #include "server/body.h"
 #include "server/config.h"
+#include "server/inherited.h"
 #include "server/log.h"
 #include "server/metrics.h"
 
@@ -18,6 +19,7 @@ struct dkv_sessions;
 
 struct dkv_server {
     const struct dkv_config *config;
+    struct dkv_inherited inherited; /* each becomes whoever's serves it */
     uv_loop_t *loop;
     struct dkv_auth auth;
     struct dkv_metrics metrics;
@@ -32,7 +34,8 @@ struct dkv_server {
     struct dkv_engine_info engine_info;
     struct dkv_log_limit client_log; /* lines that clients can cause */
     unsigned n_accepted;             /* inference requests accepted and not answered yet */
-    bool draining;
+    bool leaving;  /* the end was announced: not ready, but everything is accepted still */
+    bool draining; /* what was accepted is answered, nothing more is accepted */
 };
 
 /* Serves until a signal ends it; the exit status of the process: 0 if every accepted request was

@@ -20,6 +20,8 @@
 struct dkv_sessions {
     struct dkv_server *server;
     char path[108];
+    gid_t group;    /* whose members may connect too */
+    bool inherited; /* the service manager's socket: its file is not ours to remove */
     int listen_fd;
     int spare_fd; /* given up for a moment when descriptors run out, to turn a client away */
     uv_poll_t poll;

@@ -19,7 +19,7 @@ static void let_in(struct dkv_sessions *all, int fd)
     struct dkv_error err = {0};
     unsigned uid;
     struct dkv_server *server = all->server;
-    if (!dkv_socket_peer_is_own(fd, &uid)) {
+    if (!dkv_socket_peer_may_enter(fd, all->group, &uid)) {
         dkv_log_limited(&server->client_log, DKV_LOG_WARN, "socket: user %u may not connect", uid);
         close(fd);
     } else if (all->n_sessions >= server->config->max_connections) {
@@ -64,18 +64,39 @@ static void on_listen(uv_poll_t *poll, int status, int events)
 
 /* ---- open and close ---- */
 
+static enum dkv_status listen_at(struct dkv_sessions *all, struct dkv_error *err)
+{
+    const struct dkv_config *config = all->server->config;
+    enum dkv_status status = dkv_socket_group(config->socket_group, &all->group, err);
+    if (status != DKV_OK)
+        return status;
+    all->inherited = all->server->inherited.socket_fd >= 0;
+    if (all->inherited) {
+        all->listen_fd = all->server->inherited.socket_fd;
+        dkv_socket_adopt(all->listen_fd, all->path);
+        return DKV_OK;
+    }
+    status = dkv_socket_path(config->socket, all->path, err);
+    return status == DKV_OK ? dkv_socket_listen(all->path, all->group, &all->listen_fd, err)
+                            : status;
+}
+
+static void stop_listening(struct dkv_sessions *all)
+{
+    if (!all->inherited)
+        unlink(all->path);
+    close(all->listen_fd);
+}
+
 static enum dkv_status start(struct dkv_sessions *all, struct dkv_error *err)
 {
     struct dkv_server *server = all->server;
-    enum dkv_status status = dkv_socket_path(server->config->socket, all->path, err);
-    if (status == DKV_OK)
-        status = dkv_socket_listen(all->path, &all->listen_fd, err);
+    enum dkv_status status = listen_at(all, err);
     if (status != DKV_OK)
         return status;
     status = dkv_fences_open(server->loop, &all->fences, err);
     if (status != DKV_OK) {
-        unlink(all->path);
-        close(all->listen_fd);
+        stop_listening(all);
         return status;
     }
     all->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
@@ -96,7 +117,7 @@ enum dkv_status dkv_sessions_open(struct dkv_server *server, struct dkv_sessions
                                   struct dkv_error *err)
 {
     *sessions_out = NULL;
-    if (strcmp(server->config->socket, "off") == 0)
+    if (strcmp(server->config->socket, "off") == 0 && server->inherited.socket_fd < 0)
         return DKV_OK;
     struct dkv_sessions *all = calloc(1, sizeof(*all));
     if (all == NULL)
@@ -109,7 +130,9 @@ enum dkv_status dkv_sessions_open(struct dkv_server *server, struct dkv_sessions
         return DKV_OK;
     }
     free(all);
-    if (*server->config->socket != '\0' || strcmp(server->config->http, "off") == 0)
+    const bool optional = *server->config->socket == '\0' &&
+                          *server->config->socket_group == '\0' && server->inherited.socket_fd < 0;
+    if (!optional || strcmp(server->config->http, "off") == 0)
         return status;
     dkv_log(DKV_LOG_WARN, "%s; serving HTTP only", err->text);
     return DKV_OK;
@@ -137,11 +160,10 @@ void dkv_sessions_close(struct dkv_sessions *sessions)
     struct dkv_list *node;
     if (sessions == NULL)
         return;
-    unlink(sessions->path);
     while ((node = dkv_list_first(&sessions->sessions)) != NULL)
         dkv_session_end(DKV_LIST_OF(node, struct dkv_session, node));
     dkv_fences_close(sessions->fences);
     close(sessions->spare_fd);
     uv_close((uv_handle_t *)&sessions->poll, free_sessions);
-    close(sessions->listen_fd);
+    stop_listening(sessions);
 }

@@ -67,6 +67,7 @@ struct dkv_worker {
     uv_timer_t timer;  /* until the next start */
     uv_timer_t watch;  /* while an answer is awaited */
     uint64_t since_ms; /* when the oldest batch, or the start, began */
+    bool heard;        /* since the last pulse */
     uv_signal_t child_signal;
     unsigned n_open_handles;
     unsigned n_deaths; /* since the last answered batch */
@@ -298,6 +299,18 @@ void dkv_worker_detach(struct dkv_worker *worker, const struct dkv_loan *loan)
     send_message(worker, &msg, -1);
 }
 
+bool dkv_worker_pulse(struct dkv_worker *worker)
+{
+    const struct dkv_link_msg ping = {.type = DKV_LINK_PING};
+    const bool busy = n_in_flight(worker) > 0;
+    const bool moved = worker->heard ||
+                       (busy && dkv_clock_ms() - worker->since_ms < patience_ms(worker));
+    worker->heard = false;
+    if (!busy)
+        send_message(worker, &ping, -1);
+    return moved;
+}
+
 /* ---- how processes end and begin again ---- */
 
 static void free_link(uv_handle_t *handle)
@@ -380,6 +393,7 @@ static void on_up(struct dkv_worker *worker, const struct dkv_engine_info *info)
     dkv_log(DKV_LOG_INFO, "the worker of device %s is up: process %d", worker->device,
             (int)worker->pid);
     worker->up = true;
+    worker->heard = true;
     worker->given_up = false;
     worker->since_ms = dkv_clock_ms();
     uv_timer_stop(&worker->watch);
@@ -400,6 +414,7 @@ static void on_done(struct dkv_worker *worker, const struct dkv_link_done *done)
 static void take(struct dkv_worker *worker, const struct dkv_link_msg *msg)
 {
     const struct dkv_worker_calls *calls = &worker->calls;
+    worker->heard = true;
     switch (msg->type) {
     case DKV_LINK_UP: on_up(worker, &msg->up); break;
     case DKV_LINK_DONE: on_done(worker, &msg->done); break;
@@ -407,6 +422,7 @@ static void take(struct dkv_worker *worker, const struct dkv_link_msg *msg)
         calls->attached(calls->owner, worker->index, msg->number, &msg->error);
         break;
     case DKV_LINK_DETACHED: calls->detached(calls->owner, worker->index, msg->number); break;
+    case DKV_LINK_PONG: break;
     case DKV_LINK_FAILED: /* the end of the link follows */
         dkv_log(DKV_LOG_ERROR, "device %s: %s", worker->device, msg->error.text);
         break;

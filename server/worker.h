@@ -56,6 +56,10 @@ void dkv_worker_launch(struct dkv_worker *worker, struct dkv_run *run);
 void dkv_worker_attach(struct dkv_worker *worker, const struct dkv_loan *loan);
 void dkv_worker_detach(struct dkv_worker *worker, const struct dkv_loan *loan);
 
+/* Only while it is up. Has the process been heard since the last call, or a batch that may still
+ * take its time? One with nothing to do is asked to answer by the next call. */
+bool dkv_worker_pulse(struct dkv_worker *worker);
+
 /* For metrics. */
 struct dkv_worker_facts {
     const char *device; /* in use: "cpu" after a fallback */

@@ -252,6 +252,7 @@ static bool take(struct worker *worker, bool *open)
     switch (msg.type) {
     case DKV_LINK_ATTACH: attach(worker, &msg, fd); return false;
     case DKV_LINK_DETACH: detach(worker, &msg); return false;
+    case DKV_LINK_PING: say(&(struct dkv_link_msg){.type = DKV_LINK_PONG}); return false;
     case DKV_LINK_RUN: run(worker, &msg.run); return msg.run.more;
     default: quit("a message that is none", EX_SOFTWARE);
     }

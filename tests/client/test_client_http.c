@@ -524,6 +524,21 @@ static void busy_is_tried_again_after_the_time_it_names(void **state)
     expect(stubborn, 3, 2, DROPKV_E_BUSY, "queue full", 3);
 }
 
+#define PROXY_LOST_ITS_NODE                 \
+    REPLY("HTTP/1.0 502 Bad Gateway\r\n"    \
+          "Content-Type: text/html\r\n\r\n" \
+          "<html><body>502 Bad Gateway</body></html>\n")
+
+static void a_proxy_that_lost_its_node_is_tried_again(void **state)
+{
+    (void)state;
+    char answer[1024];
+    const size_t n = make_answer(answer, (const int32_t[]){1, 3}, 0);
+    const struct dkv_test_scene scenes[] = {{PROXY_LOST_ITS_NODE, 0, 0}, {answer, n, 0, 0}};
+    expect(scenes, 2, 0, DROPKV_OK, "", 2);
+    expect(scenes, 2, -1, DROPKV_E_BUSY, "HTTP 502", 1);
+}
+
 static void a_retry_beyond_the_deadline_is_not_waited_for(void **state)
 {
     (void)state;
@@ -704,6 +719,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(endpoints_are_checked_when_opened),
         cmocka_unit_test(a_good_answer_is_taken),
         cmocka_unit_test(busy_is_tried_again_after_the_time_it_names),
+        cmocka_unit_test(a_proxy_that_lost_its_node_is_tried_again),
         cmocka_unit_test(a_retry_beyond_the_deadline_is_not_waited_for),
         cmocka_unit_test(a_silent_server_costs_the_deadline_and_no_more),
         cmocka_unit_test(waiting_for_a_connection_counts_toward_the_deadline),

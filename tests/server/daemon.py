@@ -28,7 +28,8 @@ class Daemon:
 
     def __init__(self, program, *options):
         self.process = subprocess.Popen(
-            [program, "--http", "127.0.0.1:0", "--socket", "off", *options], stderr=subprocess.PIPE, text=True, bufsize=1
+            [*self.launcher, program, "--http", "127.0.0.1:0", "--socket", "off", *options], stderr=subprocess.PIPE,
+            text=True, bufsize=1, **self.popen_options
         )
         self.log = []
         self._lines = threading.Condition()
@@ -83,6 +84,8 @@ class Daemon:
         return code
 
     allowed_codes = (0,)
+    launcher = ()  # a command that runs the daemon as its last act
+    popen_options = {}
 
     def wait(self):
         return self.process.wait(PATIENCE_S)
