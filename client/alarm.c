@@ -1,5 +1,7 @@
-/* The alarm of a transport. What it was last set to is remembered, since most rounds of an event
- * loop change nothing. */
+/* The alarm of a transport. A descriptor that is set to an earlier time than is needed stays as it
+ * is and goes off once too early, after which it is set anew: in a loop of requests with the same
+ * patience, each of which has a later deadline than the one before, that is one system call per
+ * patience instead of two per request. */
 #include "client/alarm.h"
 
 #include <errno.h>
@@ -29,22 +31,19 @@ void dkv_alarm_close(struct dkv_alarm *alarm)
 
 void dkv_alarm_set(struct dkv_alarm *alarm, int64_t due_ns)
 {
-    if (due_ns == alarm->due_ns)
+    if (due_ns >= alarm->set_ns)
         return;
-    alarm->due_ns = due_ns;
-    struct itimerspec spec = {0}; /* zero disarms */
-    if (due_ns != DKV_ALARM_NEVER) {
-        due_ns = due_ns < 1 ? 1 : due_ns;
-        spec.it_value.tv_sec = due_ns / NS_PER_S;
-        spec.it_value.tv_nsec = due_ns % NS_PER_S;
-    }
+    due_ns = due_ns < 1 ? 1 : due_ns; /* zero would disarm it */
+    alarm->set_ns = due_ns;
+    const struct itimerspec spec = {
+        .it_value = {.tv_sec = due_ns / NS_PER_S, .tv_nsec = due_ns % NS_PER_S}};
     (void)timerfd_settime(alarm->fd, TFD_TIMER_ABSTIME, &spec, NULL);
 }
 
 enum dkv_status dkv_alarm_clear(struct dkv_alarm *alarm, struct dkv_error *err)
 {
     uint64_t n_expired;
-    alarm->due_ns = DKV_ALARM_NEVER;
+    alarm->set_ns = DKV_ALARM_NEVER;
     if (read(alarm->fd, &n_expired, sizeof(n_expired)) < 0 && errno != EAGAIN)
         return dkv_error_set(err, DKV_E_IO, "could not read a timer: %s", strerror(errno));
     return DKV_OK;

@@ -375,22 +375,24 @@ static enum dkv_status wait_readable(struct dropkv_client *client, int64_t until
     return DKV_OK;
 }
 
+/* What a submission could not do at once makes the descriptor readable, so a wait may come first: a
+ * dispatch before it would find nothing, for one system call more. */
 enum dropkv_status dropkv_dispatch(struct dropkv_client *client, int64_t timeout_us,
                                    struct dropkv_error *error)
 {
     struct dkv_error *err = (struct dkv_error *)error;
-    enum dkv_status status = client->ops->dispatch(client->transport, err);
+    if (timeout_us == 0 || client->finished.first != NULL || client->n_in_flight == 0)
+        return (enum dropkv_status)client->ops->dispatch(client->transport, err);
+    enum dkv_status status = DKV_OK;
     const int64_t until_ns = timeout_us < 0                ? -1
                              : timeout_us > TIMEOUT_US_MAX ? dkv_now_ns() + TIMEOUT_US_MAX * 1000
                                                            : dkv_now_ns() + timeout_us * 1000;
-    while (status == DKV_OK && timeout_us != 0 && client->finished.first == NULL &&
-           client->n_in_flight > 0) {
+    do {
         status = wait_readable(client, until_ns, err);
         if (status == DKV_OK)
             status = client->ops->dispatch(client->transport, err);
-        if (until_ns >= 0 && dkv_now_ns() >= until_ns)
-            break;
-    }
+    } while (status == DKV_OK && client->finished.first == NULL && client->n_in_flight > 0 &&
+             (until_ns < 0 || dkv_now_ns() < until_ns));
     return (enum dropkv_status)status;
 }
 
@@ -404,9 +406,9 @@ enum dropkv_status dropkv_score(struct dropkv_client *client, const struct dropk
     if (status != DKV_OK)
         return (enum dropkv_status)status;
     while (status == DKV_OK && !job->done) {
-        status = client->ops->dispatch(client->transport, err);
-        if (status == DKV_OK && !job->done)
-            status = wait_readable(client, -1, err);
+        status = wait_readable(client, -1, err);
+        if (status == DKV_OK)
+            status = client->ops->dispatch(client->transport, err);
     }
     if (status != DKV_OK) {
         (void)dropkv_cancel(client, job->result->id);

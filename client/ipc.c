@@ -496,25 +496,34 @@ static enum dkv_status read_bulk(struct dkv_transport *t, bool *more_out, struct
     return DKV_OK;
 }
 
-static enum dkv_status read_step(struct dkv_transport *t, bool *more_out, struct dkv_error *err)
+/* *drained: an earlier step took all there was. */
+static enum dkv_status read_step(struct dkv_transport *t, bool *drained, bool *more_out,
+                                 struct dkv_error *err)
 {
     struct dkv_wire_conn_message message;
     if (t->receiving != NULL || t->skipping)
         return read_bulk(t, more_out, err);
     enum dkv_status status = dkv_wire_conn_next(t->conn, &message, err);
-    if (status != DKV_OK || message.header.type == 0)
-        return status != DKV_OK ? status : dkv_wire_conn_read(t->conn, more_out, err);
+    if (status != DKV_OK)
+        return status;
+    if (message.header.type == 0) {
+        if (*drained)
+            return DKV_OK;
+        status = dkv_wire_conn_read(t->conn, more_out, err);
+        *drained = dkv_wire_conn_drained(t->conn);
+        return status;
+    }
     *more_out = true;
     return take_message(t, &message, err);
 }
 
 static void receive(struct dkv_transport *t)
 {
-    bool more = true;
+    bool more = true, drained = false;
     for (int i = 0; t->conn != NULL && more && i < READS_MAX; i++) {
         struct dkv_error err = {0};
         more = false;
-        const enum dkv_status status = read_step(t, &more, &err);
+        const enum dkv_status status = read_step(t, &drained, &more, &err);
         if (status != DKV_OK)
             disconnect(t, status, err.text);
     }
@@ -556,7 +565,7 @@ static void arm_timer(struct dkv_transport *t)
 
 static enum dkv_status ipc_dispatch(struct dkv_transport *t, struct dkv_error *err)
 {
-    if (t->alarm.due_ns != NEVER_NS && dkv_now_ns() >= t->alarm.due_ns) {
+    if (t->alarm.set_ns != NEVER_NS && dkv_now_ns() >= t->alarm.set_ns) {
         enum dkv_status status = dkv_alarm_clear(&t->alarm, err);
         if (status != DKV_OK)
             return status;

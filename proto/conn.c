@@ -141,11 +141,12 @@ enum dkv_status dkv_wire_conn_read(struct dkv_wire_conn *conn, bool *got_out, st
     if (conn->handed_out && conn->bulk_left > 0) /* the bulk is read by read_bulk() */
         return DKV_OK;
     make_room(conn);
+    conn->drained = false;
     if (conn->in_end == DKV_WIRE_CONN_IN_BYTES || hands_out_first(conn))
         return DKV_OK;
+    const size_t room = DKV_WIRE_CONN_IN_BYTES - conn->in_end;
     batch.from = conn->in_position + conn->in_end;
-    enum dkv_status status = receive(conn, conn->in + conn->in_end,
-                                     DKV_WIRE_CONN_IN_BYTES - conn->in_end, &n, batch.fds, &batch.n,
+    enum dkv_status status = receive(conn, conn->in + conn->in_end, room, &n, batch.fds, &batch.n,
                                      err);
     batch.to = batch.from + n;
     if (status == DKV_OK && batch.n > 0 && conn->pending.n > 0)
@@ -157,8 +158,14 @@ enum dkv_status dkv_wire_conn_read(struct dkv_wire_conn *conn, bool *got_out, st
     if (batch.n > 0)
         conn->pending = batch;
     conn->in_end += n;
+    conn->drained = n < room && batch.n == 0;
     *got_out = n > 0;
     return DKV_OK;
+}
+
+bool dkv_wire_conn_drained(const struct dkv_wire_conn *conn)
+{
+    return conn->drained;
 }
 
 /* --- messages ------------------------------------------------------------------------------ */

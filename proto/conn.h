@@ -64,6 +64,9 @@ int dkv_wire_conn_fd(const struct dkv_wire_conn *conn);
 enum dkv_status dkv_wire_conn_read(struct dkv_wire_conn *conn, bool *got_out,
                                    struct dkv_error *err);
 
+/* The last read() took all that was there: another one before the socket is readable is in vain. */
+bool dkv_wire_conn_drained(const struct dkv_wire_conn *conn);
+
 /* The next complete message. The bulk of the one before must have been read or skipped. */
 enum dkv_status dkv_wire_conn_next(struct dkv_wire_conn *conn,
                                    struct dkv_wire_conn_message *message_out,

@@ -31,6 +31,7 @@ struct dkv_wire_conn {
     int fd;
     enum dkv_wire_sender peer;
     bool broken;
+    bool drained; /* the last recvmsg() took all that was there */
 
     uint8_t in[DKV_WIRE_CONN_IN_BYTES];
     size_t in_start, in_end;

@@ -348,8 +348,9 @@ static bool read_bulk(struct dkv_session *session, uint64_t *left_of_turn, struc
     return session->conn != NULL;
 }
 
-/* One step of reading; false: stop for now. */
-static bool read_step(struct dkv_session *session, uint64_t *bulk_of_turn, struct dkv_error *err)
+/* One step of reading; false: stop for now. *drained: an earlier step took all there was. */
+static bool read_step(struct dkv_session *session, uint64_t *bulk_of_turn, bool *drained,
+                      struct dkv_error *err)
 {
     struct dkv_wire_conn_message message;
     bool got = false;
@@ -361,7 +362,10 @@ static bool read_step(struct dkv_session *session, uint64_t *bulk_of_turn, struc
         handle(session, &message);
         return session->conn != NULL;
     }
-    return dkv_wire_conn_read(session->conn, &got, err) == DKV_OK && got;
+    if (*drained || dkv_wire_conn_read(session->conn, &got, err) != DKV_OK)
+        return false;
+    *drained = dkv_wire_conn_drained(session->conn);
+    return got;
 }
 
 /* Errors of the connection itself: a peer that went away is nothing to talk about. */
@@ -377,8 +381,9 @@ static void read_messages(struct dkv_session *session)
 {
     struct dkv_error err = {0};
     uint64_t bulk_of_turn = BULK_PER_TURN;
+    bool drained = false;
     session->unread = false;
-    for (unsigned i = 0; read_step(session, &bulk_of_turn, &err); i++)
+    for (unsigned i = 0; read_step(session, &bulk_of_turn, &drained, &err); i++)
         if (i == 2 * MESSAGES_PER_TURN || is_full(session)) {
             session->unread = true;
             break;

@@ -450,6 +450,8 @@ static void on_link(uv_poll_t *poll, int status, int events)
         if (fd >= 0)
             close(fd);
         take(worker, &msg);
+        if (msg.type == DKV_LINK_DONE && n_in_flight(worker) == 0)
+            return; /* nothing is due: what comes all the same wakes us */
     }
 }
 

@@ -266,8 +266,7 @@ static void serve(struct worker *worker)
     room = room < DKV_ADMISSION_FLIGHT_MAX ? room : DKV_ADMISSION_FLIGHT_MAX;
     while (open) {
         if (worker->n_in_flight == 0) {
-            message_within(-1);
-            more = take(worker, &open);
+            more = take(worker, &open); /* which waits */
         } else if (worker->n_in_flight < room && message_within(more ? MORE_WAIT_US : 0)) {
             more = take(worker, &open);
         } else {
