@@ -4,9 +4,10 @@
  * dimensions of a row. Slices depend on the number of chunks alone, and partials are added in the
  * order of a fixed tree, so the bits do not depend on who comes first.
  *
- * Two partials merge by rescaling to the larger reference; the smaller one's key, if it still
- * stands outside its sums, joins now. What is left outside at the end is the row's top key, and
- * the sums are exactly the softmax without it: b.
+ * Of two partials the larger top key stays; the other one, if it still stands outside its sums,
+ * joins now. The merged base is the larger of what the sums are made of, so that they neither
+ * overflow nor vanish. What is left outside at the end is the row's top key, and the sums are
+ * exactly the softmax without it: b.
  */
 #ifndef DKV_KERNELS_CUDA_FAST_MERGE_CUH
 #define DKV_KERNELS_CUDA_FAST_MERGE_CUH
@@ -54,6 +55,12 @@ template <class S> struct partial_cell {
         return __ldcg(reinterpret_cast<const int *>(
             first + static_cast<size_t>(chunk) * S::PARTIAL_BYTES + S::ROWS * 8 + row * 4));
     }
+    /* Of a partial whose top key stands outside. */
+    __device__ __forceinline__ float base(int chunk) const
+    {
+        return __ldcg(reinterpret_cast<const float *>(
+            first + static_cast<size_t>(chunk) * S::PARTIAL_BYTES + S::ROWS * 12 + row * 4));
+    }
     __device__ __forceinline__ float4 output(int chunk) const
     {
         return __ldcg(
@@ -67,15 +74,21 @@ template <class S>
 __device__ __forceinline__ void merge_two(merge_state &into, const merge_state &from,
                                           const partial_cell<S> &cell, const job &work)
 {
-    const bool from_wins = from.head.reference > into.head.reference;
+    const bool from_wins = from.head.top > into.head.top;
     const merge_state winner = from_wins ? from : into;
     const merge_state loser = from_wins ? into : from;
-    const float weight = exp2_fast(loser.head.reference - winner.head.reference);
-    into.head.reference = winner.head.reference;
+    const float base = fmaxf(winner.base, loser.head.top);
+    const float more = exp2_fast(winner.base - base);
+    const float less = exp2_fast(loser.base - base);
+    into.head.top = winner.head.top;
+    into.base = base;
     into.chunk = winner.chunk;
-    into.output = scale_add(weight, loser.output, winner.output);
-    float sum = fmaf(weight, fabsf(loser.head.sum), fabsf(winner.head.sum));
-    if (signbit(loser.head.sum) && loser.head.reference != NO_REFERENCE) {
+    into.output = make_float4(winner.output.x * more, winner.output.y * more,
+                              winner.output.z * more, winner.output.w * more);
+    into.output = scale_add(less, loser.output, into.output);
+    float sum = fmaf(less, fabsf(loser.head.sum), fabsf(winner.head.sum) * more);
+    if (signbit(loser.head.sum) && loser.head.top != NO_KEY) {
+        const float weight = exp2_fast(loser.head.top - base);
         into.output = scale_add(weight, value_of<S>(work, cell.key(loser.chunk), cell.dimension),
                                 into.output);
         sum += weight;
@@ -85,7 +98,7 @@ __device__ __forceinline__ void merge_two(merge_state &into, const merge_state &
 
 __device__ __forceinline__ merge_state no_partial(void)
 {
-    return {{NO_REFERENCE, -0.0f}, 0, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+    return {{NO_KEY, -0.0f}, NO_KEY, 0, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
 }
 
 /* Merges chunks first..last-1; the loads of some of them are in flight together. */
@@ -105,8 +118,10 @@ __device__ __forceinline__ merge_state merge_range(const partial_cell<S> &cell, 
         }
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
-            if (p + i < last)
-                merge_two<S>(state, {head[i], p + i, output[i]}, cell, work);
+            if (p + i < last) {
+                const float base = signbit(head[i].sum) ? cell.base(p + i) : head[i].top;
+                merge_two<S>(state, {head[i], base, p + i, output[i]}, cell, work);
+            }
         }
     }
     return state;
@@ -122,7 +137,10 @@ __device__ __forceinline__ float finish_row(merge_state state, int key, const fl
     const dkv_cu_block &block = work.block;
     const uint32_t unit_row = work.item.row_group * S::ROWS + cell.row;
     float4 &output = *reinterpret_cast<float4 *>(&into.output[cell.row][cell.dimension]);
-    if (unit_row >= block.group * block.window || key < 0) {
+    const bool exists = unit_row < block.group * block.window;
+    if (!exists || key < 0) {
+        if (exists) /* logits below NO_KEY */
+            atomicOr(&work.unit.report->flags, DKV_CU_RETRY);
         output = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (writes) {
             into.lse[cell.row] = INFINITY;
@@ -131,33 +149,38 @@ __device__ __forceinline__ float finish_row(merge_state state, int key, const fl
         }
         return 0.0f;
     }
+    /* A row that sees one key adds nothing to any score, sink logit or not. */
+    const bool alone = block.n_valid == block.window && unit_row % block.window == 0;
+    float base = state.base;
     float rest = fabsf(state.head.sum); /* everything but the top key */
     float4 sums = state.output;
     if (!signbit(state.head.sum)) {
         rest -= 1.0f;
         sums = scale_add(-1.0f, v, sums);
     }
-    float reference = state.head.reference;
-    float top = 1.0f; /* the top key's weight */
     if (work.unit.sink_logits) {
         const float sink = work.unit.sink_logits[unit_row / block.window] * 1.4426950408889634f;
-        const float larger = fmaxf(reference, sink);
-        top = exp2_fast(reference - larger);
-        rest = fmaf(rest, top, exp2_fast(sink - larger));
-        sums = make_float4(sums.x * top, sums.y * top, sums.z * top, sums.w * top);
-        reference = larger;
+        const float larger = fmaxf(base, sink);
+        const float less = exp2_fast(base - larger);
+        rest = fmaf(rest, less, exp2_fast(sink - larger));
+        sums = make_float4(sums.x * less, sums.y * less, sums.z * less, sums.w * less);
+        base = larger;
     }
     float distance = 0.0f;
-    if (rest > 0.0f) {
+    if (!alone && rest > 0.0f) {
         const float4 minus_v = make_float4(-v.x, -v.y, -v.z, -v.w);
         const float4 d = scale_add(1.0f / rest, sums, minus_v);
         distance = (d.x * d.x + d.y * d.y) + (d.z * d.z + d.w * d.w);
         if (distance <= EQUAL * ((v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w)))
             distance = 0.0f;
     }
-    const float all = rest + top;
+    const float reference = fmaxf(state.head.top, base);
+    const float top = exp2_fast(state.head.top - reference); /* the top key's weight */
+    const float less = exp2_fast(base - reference);
+    const float all = fmaf(rest, less, top);
     const float inverse = 1.0f / all;
-    const float4 a = scale_add(top, v, sums);
+    const float4 a = scale_add(
+        top, v, make_float4(sums.x * less, sums.y * less, sums.z * less, sums.w * less));
     output = make_float4(a.x * inverse, a.y * inverse, a.z * inverse, a.w * inverse);
     const float lse = reference + log2f(all);
     if (!dkv_cu_finite(lse) || !dkv_cu_finite((a.x + a.y) + (a.z + a.w)))
@@ -166,7 +189,7 @@ __device__ __forceinline__ float finish_row(merge_state state, int key, const fl
         const float p = top * inverse * static_cast<float>(1ull << DKV_CU_EXPONENT);
         into.lse[cell.row] = lse;
         into.top[cell.row] = key;
-        into.top_weight[cell.row] = rest > 0.0f ? p * p : 0.0f;
+        into.top_weight[cell.row] = alone || rest <= 0.0f ? 0.0f : p * p;
     }
     return distance;
 }

@@ -1,12 +1,15 @@
 /* Pass A: logits, softmax partials and their weighted values for one chunk of keys.
  *
- * A row belongs to the four lanes of one quad. They keep a reference logit m and the sums of
- * 2^(z - m) and 2^(z - m) v over the chunk's keys. The key that set the reference is left out of
- * both sums; its value waits in registers. That is the leave-one-out form: a key that outweighs the
- * rest of its row many thousandfold (an attention sink) never enters a sum from which it would have
- * to be subtracted. The reference moves only when a logit exceeds it by 4 octaves; then the old one
- * joins the sums. So a key that is not the reference has at most 16 times its weight, and the plain
- * form p / (1 - p) is safe for it.
+ * A row belongs to the four lanes of one quad. They keep its top key, and the sums of 2^(z - base)
+ * and 2^(z - base) v over the chunk's other keys; the top key's value waits in registers. That is
+ * the leave-one-out form: a key that outweighs the rest of its row many thousandfold (an attention
+ * sink) never enters a sum from which it would have to be subtracted, and the rest keeps all its
+ * digits, however little it weighs, because the base is a logit of its own.
+ *
+ * Both move only when a logit exceeds the base by 4 octaves: the base then goes up to the largest
+ * of the sums' keys, but not above the top; if the logit exceeds the top by as much, that key is
+ * the new top and the old one joins the sums. So a key that is not the top has at most 16 times its
+ * weight, and the plain form p / (1 - p) is safe for it.
  *
  * Weights enter the value product as the sum of two 16-bit numbers, hi + lo, so that rounding
  * them costs 2^-17 (bf16) and not 2^-9.
@@ -19,22 +22,24 @@
 namespace dkv_fast
 {
 
-constexpr float REFERENCE_SLACK = 4.0f; /* octaves */
+constexpr float SLACK = 4.0f; /* octaves */
 
 /* The running softmax of the thread's rows. */
 template <class S> struct softmax_state {
-    float reference[S::R];
-    int key[S::R];
+    float base[S::R];
+    float top[S::R];
+    int key[S::R];   /* the top key */
     float sum[S::R]; /* this lane's share */
     /* Per 8 dimensions. R 1: hi and lo products of the row; R 2: of rows 0 and 1. */
     float output[S::D_TILES][4];
-    uint32_t held[S::R][S::D_TILES]; /* the reference's value, not in `output` */
+    uint32_t held[S::R][S::D_TILES]; /* the top key's value, not in `output` */
 
     __device__ __forceinline__ void clear(void)
     {
 #pragma unroll
         for (int i = 0; i < S::R; i++) {
-            reference[i] = NO_REFERENCE;
+            base[i] = NO_KEY;
+            top[i] = NO_KEY;
             key[i] = -1;
             sum[i] = 0.0f;
 #pragma unroll
@@ -48,7 +53,7 @@ template <class S> struct softmax_state {
                 output[d][c] = 0.0f;
     }
 
-    /* Row i: sums *= factor; then the held reference joins with weight `weight`. */
+    /* Row i: sums *= factor; then the top key joins with weight `weight`. */
     __device__ __forceinline__ void rescale(int i, float factor, float weight, int t)
     {
         sum[i] *= factor;
@@ -93,33 +98,50 @@ __device__ __forceinline__ void largest_logit(const float (&z)[8][4], int i, int
     }
 }
 
-/* A logit of the tile exceeds a reference by more than the slack: the largest of its row becomes
- * the reference, and is taken out of z. Rare after a chunk's first tile. */
+/* The largest logit of row i in a tile, without its key. */
+__device__ __forceinline__ float largest_of_rest(const float (&z)[8][4], int i)
+{
+    float largest = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        largest = fmaxf(largest, fmaxf(z[j][2 * i], z[j][2 * i + 1]));
+    largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+    return fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+}
+
+/* A logit of the tile exceeds a base by more than the slack. Makes room for it, see above; a new
+ * top key is taken out of z. Rare after a chunk's first tile. */
 template <class S>
-__device__ __forceinline__ void move_reference(softmax_state<S> &state, float (&z)[8][4],
-                                               const place<S> &at, uint32_t v_tile, int first_key)
+__device__ __forceinline__ void raise(softmax_state<S> &state, float (&z)[8][4], const place<S> &at,
+                                      uint32_t v_tile, int first_key)
 {
 #pragma unroll
     for (int i = 0; i < S::R; i++) {
-        float top;
+        float largest;
         int key;
-        largest_logit(z, i, at.t, top, key);
-        if (!(top > state.reference[i] + REFERENCE_SLACK))
-            continue;
-        const float factor = exp2_fast(state.reference[i] - top);
-        state.rescale(i, factor, factor * S::WEIGHT_ONE, at.t);
-        state.reference[i] = top;
-        state.key[i] = first_key + key;
-#pragma unroll
-        for (int d = 0; d < S::D_TILES; d++)
-            state.held[i][d] = load_shared(v_tile + element_offset<S>(key, d) + 4 * at.t);
+        largest_logit(z, i, at.t, largest, key);
+        const bool replaces = largest > state.top[i] + SLACK;
 #pragma unroll
         for (int j = 0; j < 8; j++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
-                if (8 * j + 2 * at.t + e == key)
+                if (replaces && 8 * j + 2 * at.t + e == key)
                     z[j][2 * i + e] = -INFINITY;
             }
+        const float rest = largest_of_rest(z, i); /* all lanes meet here: not below */
+        if (!(largest > state.base[i] + SLACK))
+            continue;
+        const float base = replaces ? fmaxf(rest, state.top[i]) : fminf(largest, state.top[i]);
+        state.rescale(i, exp2_fast(state.base[i] - base),
+                      replaces ? S::WEIGHT_ONE * exp2_fast(state.top[i] - base) : 0.0f, at.t);
+        state.base[i] = base;
+        if (replaces) {
+            state.top[i] = largest;
+            state.key[i] = first_key + key;
+#pragma unroll
+            for (int d = 0; d < S::D_TILES; d++)
+                state.held[i][d] = load_shared(v_tile + element_offset<S>(key, d) + 4 * at.t);
+        }
     }
 }
 
@@ -135,9 +157,9 @@ template <class S> struct weights {
         for (int j = 0; j < 8; j++)
 #pragma unroll
             for (int i = 0; i < S::R; i++) {
-                const float base = S::WEIGHT_SHIFT - state.reference[i];
-                const float w0 = exp2_fast(z[j][2 * i] + base);
-                const float w1 = exp2_fast(z[j][2 * i + 1] + base);
+                const float shift = S::WEIGHT_SHIFT - state.base[i];
+                const float w0 = exp2_fast(z[j][2 * i] + shift);
+                const float w1 = exp2_fast(z[j][2 * i + 1] + shift);
                 state.sum[i] += w0 + w1;
                 const uint32_t high = pack<type>(w0, w1);
                 const float2 h = unpack<type>(high);
@@ -164,7 +186,7 @@ template <class S> struct weights {
     }
 };
 
-/* Closes a row of the chunk and stores its partial. The reference joins if the rest weighs at least
+/* Closes a row of the chunk and stores its partial. The top key joins if the rest weighs at least
  * an eighth of it: then taking it out again is as safe as having left it out. */
 template <class S>
 __device__ __forceinline__ void store_partial(softmax_state<S> &state, const place<S> &at,
@@ -175,13 +197,16 @@ __device__ __forceinline__ void store_partial(softmax_state<S> &state, const pla
         float sum = state.sum[i] * (1.0f / S::WEIGHT_ONE);
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        const bool joins = state.key[i] >= 0 && sum >= 0.125f;
-        state.rescale(i, 1.0f / S::WEIGHT_ONE, joins ? 1.0f : 0.0f, at.t);
+        const float below = exp2_fast(state.base[i] - state.top[i]); /* NO_KEY both: 1 */
+        const bool joins = sum * below >= 0.125f;
+        state.rescale(i, (joins ? below : 1.0f) * (1.0f / S::WEIGHT_ONE), joins ? 1.0f : 0.0f,
+                      at.t);
         const int row = at.row(i);
         if (at.t == 0) {
             __stcg(reinterpret_cast<float2 *>(partial) + row,
-                   make_float2(state.reference[i], joins ? sum + 1.0f : -sum));
+                   make_float2(state.top[i], joins ? fmaf(sum, below, 1.0f) : -sum));
             __stcg(reinterpret_cast<int *>(partial + S::ROWS * 8) + row, state.key[i]);
+            __stcg(reinterpret_cast<float *>(partial + S::ROWS * 12) + row, state.base[i]);
         }
         float2 *output = reinterpret_cast<float2 *>(partial + S::ROWS * 16) + row * S::DIM / 2 +
                          at.t;
@@ -254,10 +279,10 @@ __device__ __forceinline__ void pass_a(shared_memory<S> &shared, const job &work
         for (int j = 0; j < 8; j++)
 #pragma unroll
             for (int c = 0; c < 2 * S::R; c++)
-                exceeds |= z[j][c] > state.reference[c >> 1] + REFERENCE_SLACK;
+                exceeds |= z[j][c] > state.base[c >> 1] + SLACK;
         v_tile = reader.wait(shared.a_halves, shared.a_full);
         if (__any_sync(~0u, exceeds))
-            move_reference<S>(state, z, at, v_tile, first_key);
+            raise<S>(state, z, at, v_tile, first_key);
         w.set(z, state);
         hold(state.output);
         warpgroup_fence();

@@ -51,8 +51,8 @@ constexpr int BARRIER_MERGE = 3;
 
 constexpr int JOBS = 5; /* items whose descriptors are at hand */
 
-/* Reference logit of a row that saw no key yet, see fast_pass_a.cuh. */
-constexpr float NO_REFERENCE = -1e30f;
+/* Top or base of a row whose sums have no key yet, see fast_pass_a.cuh. */
+constexpr float NO_KEY = -1e30f;
 
 /* A squared distance below this part of |v|^2 is rounding noise: the values are equal. */
 constexpr float EQUAL = 1.0f / 4294967296.0f;
@@ -76,12 +76,12 @@ template <class element, int head_dim, int rows_per_thread> struct shape {
 
     /* Registers of a thread by role; together four times those at launch. */
     static constexpr int A_REGISTERS = rows_per_thread == 1 ? 184 : 208;
-    static constexpr int B_REGISTERS = rows_per_thread == 1 ? 184 : 192;
+    static constexpr int B_REGISTERS = rows_per_thread == 1 ? 176 : 192;
     static constexpr int FETCH_REGISTERS = 40;
-    static constexpr int MERGE_REGISTERS = rows_per_thread == 1 ? 104 : 72;
+    static constexpr int MERGE_REGISTERS = rows_per_thread == 1 ? 112 : 72;
 
-    /* A chunk's partial result in the ring: partial_head [ROWS], keys [ROWS], then the output,
-     * float32 [ROWS][DIM]. */
+    /* A chunk's partial result in the ring: partial_head [ROWS], keys [ROWS], bases [ROWS], then
+     * the output, float32 [ROWS][DIM]. */
     static constexpr int PARTIAL_BYTES = ROWS * 16 + ROWS * head_dim * 4;
 
     /* fp16 weights are scaled by 2^10: the smallest that matter stay normal numbers. */
@@ -89,10 +89,11 @@ template <class element, int head_dim, int rows_per_thread> struct shape {
     static constexpr float WEIGHT_ONE = std::is_same<element, fp16_type>::value ? 1024.0f : 1.0f;
 };
 
-/* One row of a partial. Weights are 2^(logit - reference). The reference's own weight, 1, and its
- * value are in the sums only if it `joined`, which the sum's sign bit says: clear. */
+/* One row of a partial. Weights are 2^(logit - base). The top key is in the sums only if it
+ * `joined`, which the sum's sign bit says: clear. Then base = top and its weight is 1; else the
+ * base is stored apart. */
 struct partial_head {
-    float reference; /* in octaves; NO_REFERENCE: no visible key */
+    float top; /* the top key's logit in octaves; NO_KEY: no visible key */
     float sum;
 };
 
@@ -115,7 +116,8 @@ struct job {
 /* One thread's part of merging the partials of a range of chunks: four dimensions of a row. */
 struct merge_state {
     partial_head head;
-    int chunk; /* whose reference it is */
+    float base;
+    int chunk; /* whose top key it is */
     float4 output;
 };
 

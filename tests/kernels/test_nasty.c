@@ -515,6 +515,41 @@ static void sinks_down_to_1e_12_keep_their_score_and_rank(void **state)
         }
 }
 
+/* What a sink leaves to the others may be far below any number of the input type, and the sink and
+ * the others far apart: its term is still |b - v|^2. More rows and tokens than above, so that they
+ * are spread over an engine's lanes and ranges. */
+static void a_sink_that_leaves_next_to_nothing_keeps_its_score(void **state)
+{
+    (void)state;
+    const enum dkv_dtype dtypes[] = {DKV_BF16, DKV_FP16, DKV_FP32};
+    const double octaves[] = {30, 60, 130, 300};
+    for (int i = 0; i < 3; i++)
+        for (int u = 0; u < 4; u++)
+            for (uint32_t group = 1; group <= 8; group *= 8) {
+                struct dkv_shape shape = plain(dtypes[i]);
+                struct dkv_case c;
+                struct dkv_case_answer got;
+                shape.q_heads = 2 * group;
+                shape.n_tokens = 1100;
+                make(&c, shape, 160 + (uint64_t)u);
+                dkv_case_param(&c, "keep_tokens", "9"); /* other scores may underflow */
+                for (uint64_t e = 0; e < 64; e++) {
+                    const double direction = e * 5 % 3 == 0 ? 1 : -1;
+                    for (uint64_t h = 0; h < 2 * group; h++)
+                        for (uint64_t t = 0; t < 8; t++)
+                            dkv_case_set(&c, DKV_QUERY, h, t, e, direction);
+                    for (uint64_t h = 0; h < 2; h++) /* the sink is in another place per head */
+                        dkv_case_set(&c, DKV_KEY, h, h * 700 + 3, e,
+                                     direction * (0.6931 * octaves[u] + 7) / 8);
+                }
+                check(&c, &got);
+                for (uint32_t h = 0; h < 2; h++)
+                    assert_true(got.raw[h * 1100 + h * 700 + 3] > 8);
+                dkv_case_answer_fini(&got);
+                dkv_case_fini(&c);
+            }
+}
+
 /* One row and few tokens, so that no p is near the middle between two numbers of the input type:
  * the whole accuracy is asked, of a key with p near 0.9 too. */
 static void rounded_probabilities_are_used_in_every_form(void **state)
@@ -661,6 +696,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(norms_beyond_float16_are_right),
         cmocka_unit_test(values_above_1e18_are_out_of_range_not_nan),
         cmocka_unit_test(sinks_down_to_1e_12_keep_their_score_and_rank),
+        cmocka_unit_test(a_sink_that_leaves_next_to_nothing_keeps_its_score),
         cmocka_unit_test(rounded_probabilities_are_used_in_every_form),
         cmocka_unit_test(probabilities_whose_squares_underflow_still_rank),
         cmocka_unit_test(a_table_entry_out_of_range_is_refused_naming_it),
