@@ -17,6 +17,7 @@
 
 #include <errno.h>
 #include <poll.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
@@ -49,7 +50,7 @@ struct dkv_transport {
     struct dkv_wire_conn *conn; /* NULL: disconnected */
     bool greeted;
     struct dkv_wire_welcome welcome;
-    bool on_gpu;
+    struct dkv_oip_info about; /* the daemon */
     uint64_t last_id;
     uint64_t pong_id; /* of the last pong */
     int64_t connect_not_before_ns;
@@ -95,7 +96,7 @@ static void hand_back(struct dkv_transport *t, struct carrier *c, enum dkv_statu
     struct dkv_job *job = c->job;
     job->result->n_attempts = c->n_attempts;
     if (status == DKV_OK)
-        dkv_result_set_backend(job->result, t->on_gpu ? "cuda" : "cpu");
+        dkv_result_set_backend(job->result, t->about.backend);
     remove_carrier(t, c);
     dkv_job_done(job, status, text);
 }
@@ -350,6 +351,22 @@ static struct carrier *find_carrier(struct dkv_transport *t, uint64_t id)
     return c;
 }
 
+static void take_text(const struct dkv_transport *t, const uint8_t *payload,
+                      enum dkv_wire_about which, char *to, size_t bytes)
+{
+    snprintf(to, bytes, "%s", dkv_wire_get_about(payload, &t->welcome, which));
+}
+
+static void take_about(struct dkv_transport *t, const uint8_t *payload)
+{
+    struct dkv_oip_info *about = &t->about;
+    strcpy(about->server, "dropkvd"); /* nobody else speaks this protocol */
+    take_text(t, payload, DKV_WIRE_ABOUT_VERSION, about->version, sizeof(about->version));
+    take_text(t, payload, DKV_WIRE_ABOUT_PLATFORM, about->platform, sizeof(about->platform));
+    take_text(t, payload, DKV_WIRE_ABOUT_BACKEND, about->backend, sizeof(about->backend));
+    take_text(t, payload, DKV_WIRE_ABOUT_DEVICE, about->device, sizeof(about->device));
+}
+
 static enum dkv_status take_welcome(struct dkv_transport *t,
                                     const struct dkv_wire_conn_message *message,
                                     struct dkv_error *err)
@@ -360,11 +377,7 @@ static enum dkv_status take_welcome(struct dkv_transport *t,
         return status;
     if (t->greeted)
         return dkv_error_set(err, DKV_E_MALFORMED, "a second welcome");
-    for (uint32_t i = 0; i < t->welcome.n_devices; i++) {
-        struct dkv_wire_device device;
-        dkv_wire_get_device(dkv_wire_welcome_devices(message->payload), i, &device);
-        t->on_gpu = i == 0 ? device.kind == DKV_WIRE_DEVICE_CUDA : t->on_gpu;
-    }
+    take_about(t, message->payload);
     t->greeted = true;
     t->n_failures = 0;
     return DKV_OK;
@@ -582,9 +595,6 @@ static enum dkv_status ipc_dispatch(struct dkv_transport *t, struct dkv_error *e
 static enum dkv_status ipc_submit(struct dkv_transport *t, struct dkv_job *job,
                                   struct dkv_error *err)
 {
-    enum dkv_status status = dkv_ipc_check(&job->call, err);
-    if (status != DKV_OK)
-        return status;
     struct carrier *c = t->idle;
     if (c != NULL)
         t->idle = c->next;
@@ -701,8 +711,7 @@ static enum dkv_status ipc_info(struct dkv_transport *t, int64_t deadline_ns,
     const enum dkv_status status = ipc_health(t, deadline_ns, err);
     if (status != DKV_OK)
         return status;
-    *info_out = (struct dkv_oip_info){.server = "dropkvd"};
-    strcpy(info_out->backend, t->on_gpu ? "cuda" : "cpu"); /* the socket tells no more */
+    *info_out = t->about;
     return DKV_OK;
 }
 

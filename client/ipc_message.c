@@ -1,28 +1,12 @@
 /* A tensor that lies in a registered buffer is named; any other is copied into the message's bulk,
  * its rows one after the other, since a message has one stretch of bulk and a caller's strides may
- * have anything between their rows.
+ * have anything between their rows. Scales per head and sink logits, which all blocks of a call
+ * share, stand at the bulk's beginning.
  */
 #include "client/ipc_message.h"
 
 #include <stdlib.h>
 #include <string.h>
-
-enum dkv_status dkv_ipc_check(const struct dkv_call *call, struct dkv_error *err)
-{
-    const struct dkv_block *block = &call->blocks[0];
-    if (call->request.n_blocks > DKV_WIRE_BLOCKS_MAX)
-        return dkv_error_set(err, DKV_E_UNSUPPORTED, "batch %u: the local socket takes up to %u",
-                             call->request.n_blocks, DKV_WIRE_BLOCKS_MAX);
-    if (block->key.head_scales != NULL || block->value.head_scales != NULL)
-        return dkv_error_set(
-            err, DKV_E_UNSUPPORTED,
-            "head_scales: not for plain blocks over the local socket; use http://");
-    if (block->sink_logits != NULL)
-        return dkv_error_set(
-            err, DKV_E_UNSUPPORTED,
-            "sink_logits: not for plain blocks over the local socket; use http://");
-    return DKV_OK;
-}
 
 /* One of a block's tensors. */
 struct tensor {
@@ -77,12 +61,54 @@ static uint64_t tensor_bytes(const struct tensor *t)
     return aligned(t->heads * t->rows * t->row_bytes);
 }
 
+/* A call's small vectors. */
+struct floats {
+    const float *from;
+    uint32_t n;
+};
+
+#define N_FLOATS 4u
+
+static void list_floats(const struct dkv_call *call, struct floats vectors[N_FLOATS])
+{
+    const struct dkv_block *block = &call->blocks[0];
+    vectors[0] = (struct floats){block->query.head_scales, block->q_heads};
+    vectors[1] = (struct floats){block->key.head_scales, block->kv_heads};
+    vectors[2] = (struct floats){block->value.head_scales, block->kv_heads};
+    vectors[3] = (struct floats){block->sink_logits, block->q_heads};
+}
+
+static uint64_t floats_bytes(const struct dkv_call *call)
+{
+    struct floats vectors[N_FLOATS];
+    uint64_t n = 0;
+    list_floats(call, vectors);
+    for (unsigned i = 0; i < N_FLOATS; i++)
+        n += vectors[i].from != NULL ? vectors[i].n : 0;
+    return aligned(n * sizeof(float));
+}
+
+/* Copies them; places_out: as messages say where each is. */
+static void put_floats(const struct dkv_call *call, uint8_t *bulk, uint32_t places_out[N_FLOATS])
+{
+    struct floats vectors[N_FLOATS];
+    uint32_t at = 0;
+    list_floats(call, vectors);
+    for (unsigned i = 0; i < N_FLOATS; i++) {
+        places_out[i] = vectors[i].from != NULL ? at + 1 : 0;
+        if (vectors[i].from == NULL)
+            continue;
+        memcpy(bulk + at * sizeof(float), vectors[i].from, vectors[i].n * sizeof(float));
+        at += vectors[i].n;
+    }
+}
+
 static enum dkv_status make_bulk(const struct dkv_call *call, const struct dkv_ipc_region *regions,
                                  size_t n_regions, struct dkv_ipc_request *request,
                                  struct dkv_error *err)
 {
     uint64_t offset;
-    request->bulk_bytes = 0;
+    request->bulk_bytes = floats_bytes(call);
     request->bulk = NULL;
     for (uint32_t i = 0; i < call->request.n_blocks; i++) {
         struct tensor tensors[3];
@@ -123,11 +149,12 @@ static struct dkv_wire_view put_tensor(const struct tensor *t, const struct dkv_
 
 static size_t put_block(const struct dkv_block *block, const struct dkv_plan *plan,
                         const struct dkv_ipc_region *regions, size_t n_regions,
-                        struct dkv_ipc_request *request, uint64_t *bulk_at, uint8_t *out)
+                        const uint32_t places[N_FLOATS], struct dkv_ipc_request *request,
+                        uint64_t *bulk_at, uint8_t *out)
 {
     struct tensor tensors[3];
     list_tensors(block, plan, tensors);
-    const struct dkv_wire_block wire = {
+    struct dkv_wire_block wire = {
         .q_heads = block->q_heads,
         .kv_heads = block->kv_heads,
         .head_dim = block->head_dim,
@@ -137,7 +164,11 @@ static size_t put_block(const struct dkv_block *block, const struct dkv_plan *pl
         .query = put_tensor(&tensors[0], regions, n_regions, request->bulk, bulk_at),
         .key = put_tensor(&tensors[1], regions, n_regions, request->bulk, bulk_at),
         .value = put_tensor(&tensors[2], regions, n_regions, request->bulk, bulk_at),
+        .sink_floats = places[3],
     };
+    wire.query.floats = places[0];
+    wire.key.floats = places[1];
+    wire.value.floats = places[2];
     return dkv_wire_put_block(out, &wire);
 }
 
@@ -148,7 +179,8 @@ enum dkv_status dkv_ipc_put_request(const struct dkv_call *call,
 {
     uint8_t params_bytes[DKV_WIRE_PARAMS_MAX];
     struct dkv_params params = call->request.params;
-    uint64_t bulk_at = 0;
+    uint64_t bulk_at = floats_bytes(call);
+    uint32_t places[N_FLOATS];
     params.timeout = (int64_t)timeout_us;
     params.set |= UINT64_C(1) << DKV_PARAM_TIMEOUT;
     const size_t n_params = dkv_wire_put_params(params_bytes, &params);
@@ -160,12 +192,13 @@ enum dkv_status dkv_ipc_put_request(const struct dkv_call *call,
     enum dkv_status status = make_bulk(call, regions, n_regions, request, err);
     if (status != DKV_OK)
         return status;
+    put_floats(call, request->bulk, places);
     size_t n = dkv_wire_put_blocks(request->payload, &wire);
     memcpy(request->payload + n, params_bytes, n_params);
     n += n_params;
     for (uint32_t i = 0; i < call->request.n_blocks; i++)
-        n += put_block(&call->blocks[i], &call->plans[i], regions, n_regions, request, &bulk_at,
-                       request->payload + n);
+        n += put_block(&call->blocks[i], &call->plans[i], regions, n_regions, places, request,
+                       &bulk_at, request->payload + n);
     request->payload_bytes = n;
     return DKV_OK;
 }

@@ -24,9 +24,6 @@ struct dkv_ipc_request {
     uint64_t bulk_bytes;
 };
 
-/* Can the socket carry it at all? UNSUPPORTED says what cannot be sent. */
-enum dkv_status dkv_ipc_check(const struct dkv_call *call, struct dkv_error *err);
-
 /* Fills payload and bulk. `timeout_us` is what is left until the deadline. NOMEM. */
 enum dkv_status dkv_ipc_put_request(const struct dkv_call *call,
                                     const struct dkv_ipc_region *regions, size_t n_regions,

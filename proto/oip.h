@@ -32,6 +32,7 @@ extern "C" {
 
 #define DKV_OIP_MODEL         "dropkv"
 #define DKV_OIP_MODEL_VERSION "1"
+#define DKV_OIP_PLATFORM      "dropkvd"
 #define DKV_OIP_HEADER        "Inference-Header-Content-Length"
 
 #define DKV_OIP_HEAD_BYTES_MAX   65536u               /* JSON in front of binary tensors */

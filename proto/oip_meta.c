@@ -51,11 +51,11 @@ enum dkv_status dkv_oip_model_metadata(const struct dkv_oip_facts *facts, struct
     for (int i = 0; i < DKV_OIP_OUTPUTS; i++)
         dkv_json_append(&outputs, metadata_tensor(dkv_oip_output_names[i],
                                                   i == DKV_OIP_KEEP_INDICES ? "INT32" : "FP32", 3));
-    return dkv_json_print(json_pack("{s:s, s:[s], s:s, s:o, s:o, s:{s:s, s:s}}", "name",
-                                    DKV_OIP_MODEL, "versions", DKV_OIP_MODEL_VERSION, "platform",
-                                    "dropkvd", "inputs", inputs, "outputs", outputs, "parameters",
-                                    "backend", facts->backend, "device", facts->device),
-                          out);
+    return dkv_json_print(
+        json_pack("{s:s, s:[s], s:s, s:o, s:o, s:{s:s, s:s}}", "name", DKV_OIP_MODEL, "versions",
+                  DKV_OIP_MODEL_VERSION, "platform", DKV_OIP_PLATFORM, "inputs", inputs, "outputs",
+                  outputs, "parameters", "backend", facts->backend, "device", facts->device),
+        out);
 }
 
 /* ---- Model configuration -------------------------------------------------------------------- */
@@ -95,13 +95,14 @@ enum dkv_status dkv_oip_model_config(const struct dkv_oip_facts *facts, struct d
     for (int i = 0; i < DKV_OIP_OUTPUTS; i++)
         dkv_json_append(&outputs, config_tensor(dkv_oip_output_names[i],
                                                 i == DKV_OIP_KEEP_INDICES ? "INT32" : "FP32", 3));
-    return dkv_json_print(
-        json_pack("{s:s, s:s, s:s, s:{s:{s:i}}, s:I, s:o, s:o, s:{s:i}, s:o}", "name",
-                  DKV_OIP_MODEL, "platform", "dropkvd", "backend", facts->backend, "version_policy",
-                  "latest", "num_versions", 1, "max_batch_size", (json_int_t)facts->max_blocks,
-                  "input", inputs, "output", outputs, "dynamic_batching",
-                  "max_queue_delay_microseconds", 0, "parameters", config_parameters()),
-        out);
+    return dkv_json_print(json_pack("{s:s, s:s, s:s, s:{s:{s:i}}, s:I, s:o, s:o, s:{s:i}, s:o}",
+                                    "name", DKV_OIP_MODEL, "platform", DKV_OIP_PLATFORM, "backend",
+                                    facts->backend, "version_policy", "latest", "num_versions", 1,
+                                    "max_batch_size", (json_int_t)facts->max_blocks, "input",
+                                    inputs, "output", outputs, "dynamic_batching",
+                                    "max_queue_delay_microseconds", 0, "parameters",
+                                    config_parameters()),
+                          out);
 }
 
 /* ---- Statistics ----------------------------------------------------------------------------- */

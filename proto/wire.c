@@ -14,6 +14,8 @@
 
 #include "proto/wire_check.h"
 
+#define ABOUT_TEXT_MAX (DKV_WIRE_ABOUT_MAX / DKV_WIRE_ABOUT_TEXTS - 1)
+
 struct type_row {
     const char *name;
     enum dkv_wire_sender sender;
@@ -154,6 +156,23 @@ enum dkv_status dkv_wire_get_hello(const uint8_t *in, size_t bytes,
     return DKV_OK;
 }
 
+/* As many printable texts as there are, each with its zero byte, and nothing else. */
+static enum dkv_status check_about(const uint8_t *about, uint16_t bytes, struct dkv_error *err)
+{
+    unsigned n = 0;
+    if (bytes > DKV_WIRE_ABOUT_MAX)
+        return DKV_WIRE_REFUSE("welcome", "%u bytes of texts are more than %u", bytes,
+                               DKV_WIRE_ABOUT_MAX);
+    for (uint16_t i = 0; i < bytes; i++) {
+        if (about[i] != 0 && (about[i] < 0x20 || about[i] > 0x7e))
+            return DKV_WIRE_REFUSE("welcome", "text byte %u is not printable", i);
+        n += about[i] == 0;
+    }
+    if (n != DKV_WIRE_ABOUT_TEXTS || about[bytes - 1] != 0)
+        return DKV_WIRE_REFUSE("welcome", "%u texts instead of %u", n, DKV_WIRE_ABOUT_TEXTS);
+    return DKV_OK;
+}
+
 enum dkv_status dkv_wire_get_welcome(const uint8_t *in, size_t bytes,
                                      struct dkv_wire_welcome *welcome_out, struct dkv_error *err)
 {
@@ -168,12 +187,15 @@ enum dkv_status dkv_wire_get_welcome(const uint8_t *in, size_t bytes,
         return DKV_WIRE_REFUSE("welcome", "%u devices are more than %u", m.n_devices,
                                DKV_WIRE_DEVICES_MAX);
     status = dkv_wire_exact("welcome", DKV_LAYOUT_WELCOME, bytes,
-                            (uint64_t)m.n_devices * DKV_WIRE_DEVICE_BYTES, err);
+                            (uint64_t)m.n_devices * DKV_WIRE_DEVICE_BYTES + m.about_bytes, err);
     const uint8_t *devices = dkv_wire_welcome_devices(in);
     for (uint16_t i = 0; status == DKV_OK && i < m.n_devices; i++)
         status = dkv_wire_get_fixed("welcome: device", DKV_LAYOUT_DEVICE,
                                     devices + (size_t)i * DKV_WIRE_DEVICE_BYTES,
                                     DKV_WIRE_DEVICE_BYTES, &device, err);
+    if (status == DKV_OK)
+        status = check_about(devices + (size_t)m.n_devices * DKV_WIRE_DEVICE_BYTES, m.about_bytes,
+                             err);
     if (status == DKV_OK)
         *welcome_out = m;
     return status;
@@ -182,6 +204,27 @@ enum dkv_status dkv_wire_get_welcome(const uint8_t *in, size_t bytes,
 const uint8_t *dkv_wire_welcome_devices(const uint8_t *payload)
 {
     return payload + dkv_wire_layouts[DKV_LAYOUT_WELCOME].wire_bytes;
+}
+
+size_t dkv_wire_put_about(uint8_t *out, const char *const texts[DKV_WIRE_ABOUT_TEXTS])
+{
+    size_t n = 0;
+    for (unsigned t = 0; t < DKV_WIRE_ABOUT_TEXTS; t++) {
+        for (const char *c = texts[t]; *c != '\0' && c - texts[t] < ABOUT_TEXT_MAX; c++)
+            out[n++] = *c >= 0x20 && *c <= 0x7e ? (uint8_t)*c : '?';
+        out[n++] = 0;
+    }
+    return n;
+}
+
+const char *dkv_wire_get_about(const uint8_t *payload, const struct dkv_wire_welcome *welcome,
+                               enum dkv_wire_about which)
+{
+    const char *text = (const char *)dkv_wire_welcome_devices(payload) +
+                       (size_t)welcome->n_devices * DKV_WIRE_DEVICE_BYTES;
+    for (unsigned t = 0; t < which; t++)
+        text += strlen(text) + 1;
+    return text;
 }
 
 /* --- regions ------------------------------------------------------------------------------- */

@@ -22,13 +22,14 @@
 #define DKV_WIRE_VERSION      1u          /* byte 0 of every message */
 #define DKV_WIRE_MAGIC        0x31564b44u /* "DKV1", in hello and welcome */
 #define DKV_WIRE_HEADER_BYTES 24u
-#define DKV_WIRE_PAYLOAD_MAX  131072u
+#define DKV_WIRE_PAYLOAD_MAX  1048576u
 #define DKV_WIRE_FDS_MAX      128u /* of one message; the kernel's limit is 253 */
 #define DKV_WIRE_LAYERS_MAX   1024u
-#define DKV_WIRE_BLOCKS_MAX   256u
+#define DKV_WIRE_BLOCKS_MAX   4096u
 #define DKV_WIRE_DEVICES_MAX  64u
 #define DKV_WIRE_PARAMS_MAX   4096u /* bytes */
 #define DKV_WIRE_TEXT_MAX     247u  /* bytes of an error's sentence */
+#define DKV_WIRE_ABOUT_MAX    512u  /* bytes of what welcome tells about the daemon */
 #define DKV_WIRE_UUID_BYTES   16u
 #define DKV_WIRE_HANDLE_BYTES 64u
 
@@ -87,12 +88,23 @@ struct dkv_wire_welcome {
     uint16_t version; /* chosen */
     uint16_t n_devices;
     uint32_t features;
-    uint64_t instance; /* of the daemon's process: another one has none of your objects */
+    uint16_t about_bytes; /* after the devices: texts for people */
+    uint64_t instance;    /* of the daemon's process: another one has none of your objects */
     uint32_t max_regions;
     uint32_t max_caches;
     uint32_t max_in_flight;
     uint32_t max_fds; /* of all regions of this connection */
     uint64_t max_bulk_bytes;
+};
+
+/* What a welcome tells people, after its devices: printable ASCII, each text ended by a zero byte.
+ */
+enum dkv_wire_about {
+    DKV_WIRE_ABOUT_VERSION,  /* of the daemon */
+    DKV_WIRE_ABOUT_PLATFORM, /* of the model, as in the metadata over HTTP */
+    DKV_WIRE_ABOUT_BACKEND,  /* of the first device: "cpu/avx512" */
+    DKV_WIRE_ABOUT_DEVICE,   /* "NVIDIA H200" */
+    DKV_WIRE_ABOUT_TEXTS
 };
 
 enum dkv_wire_device_kind { DKV_WIRE_DEVICE_CPU = 0, DKV_WIRE_DEVICE_CUDA = 1 };
@@ -140,7 +152,9 @@ struct dkv_wire_object {
 struct dkv_wire_view {
     uint32_t region;
     uint8_t dtype;
-    float scale; /* 0 means 1 */
+    float scale;     /* 0 means 1 */
+    uint32_t floats; /* of a block: where its float32 scales per head begin in the bulk, in floats,
+                        plus 1; 0: none. Of a cache: 0 */
     uint64_t offset;
     int64_t page_stride;
     int64_t token_stride;
@@ -256,7 +270,8 @@ struct dkv_wire_block {
     int64_t null_entry;
     uint8_t table_kind; /* BULK: at table_offset of the bulk */
     uint8_t entry_bytes;
-    uint8_t flags; /* NULL_ENTRY */
+    uint8_t flags;        /* NULL_ENTRY */
+    uint32_t sink_floats; /* sink logits [q_heads], as view.floats */
     struct dkv_wire_view query;
     struct dkv_wire_view key;
     struct dkv_wire_view value;
@@ -350,6 +365,12 @@ DKV_WIRE_DECLARE_RECORD(result_block);
 
 /* The devices of a welcome message: after its fixed part. */
 const uint8_t *dkv_wire_welcome_devices(const uint8_t *payload);
+
+/* Its texts: put writes them, at most ABOUT_MAX bytes, cutting each so that all fit, and returns
+ * about_bytes; get finds one in a payload that dkv_wire_get_welcome() has judged. */
+size_t dkv_wire_put_about(uint8_t *out, const char *const texts[DKV_WIRE_ABOUT_TEXTS]);
+const char *dkv_wire_get_about(const uint8_t *payload, const struct dkv_wire_welcome *welcome,
+                               enum dkv_wire_about which);
 
 /* Sizes of the fixed parts and records. */
 size_t dkv_wire_fixed_bytes(unsigned type);

@@ -28,17 +28,11 @@ static const struct dkv_wire_field header_fields[] = {N(header, version), N(head
 static const struct dkv_wire_field hello_fields[] = {
     N(hello, magic), N(hello, version_min), N(hello, version_max), N(hello, features), ZERO(4)};
 
-static const struct dkv_wire_field welcome_fields[] = {N(welcome, magic),
-                                                       N(welcome, version),
-                                                       N(welcome, n_devices),
-                                                       N(welcome, features),
-                                                       ZERO(4),
-                                                       N(welcome, instance),
-                                                       N(welcome, max_regions),
-                                                       N(welcome, max_caches),
-                                                       N(welcome, max_in_flight),
-                                                       N(welcome, max_fds),
-                                                       N(welcome, max_bulk_bytes)};
+static const struct dkv_wire_field welcome_fields[] = {
+    N(welcome, magic),         N(welcome, version),     N(welcome, n_devices),
+    N(welcome, features),      N(welcome, about_bytes), ZERO(2),
+    N(welcome, instance),      N(welcome, max_regions), N(welcome, max_caches),
+    N(welcome, max_in_flight), N(welcome, max_fds),     N(welcome, max_bulk_bytes)};
 
 static const struct dkv_wire_field device_fields[] = {RAW(device, uuid), N(device, kind), ZERO(7)};
 
@@ -105,9 +99,9 @@ static const struct dkv_wire_field blocks_fields[] = {N(blocks, n_blocks), N(blo
                                                       N(blocks, flags),    ZERO(1),
                                                       FENCE(blocks),       OUTPUT(blocks)};
 
-#define VIEW(m)                                                                 \
-    N(block, m.region), N(block, m.dtype), ZERO(3), N(block, m.scale), ZERO(4), \
-        N(block, m.offset), N(block, m.page_stride), N(block, m.token_stride),  \
+#define VIEW(m)                                                                            \
+    N(block, m.region), N(block, m.dtype), ZERO(3), N(block, m.scale), N(block, m.floats), \
+        N(block, m.offset), N(block, m.page_stride), N(block, m.token_stride),             \
         N(block, m.head_stride)
 
 static const struct dkv_wire_field block_fields[] = {N(block, q_heads),
@@ -123,7 +117,8 @@ static const struct dkv_wire_field block_fields[] = {N(block, q_heads),
                                                      N(block, table_kind),
                                                      N(block, entry_bytes),
                                                      N(block, flags),
-                                                     ZERO(5),
+                                                     ZERO(1),
+                                                     N(block, sink_floats),
                                                      N(block, table_offset),
                                                      N(block, table_mask),
                                                      N(block, null_entry),

@@ -103,6 +103,24 @@ static enum dkv_status make_view(struct dkv_ask *ask, const struct dkv_wire_view
     return status;
 }
 
+/* A vector of floats in the message's bulk; *floats_out stays NULL if there is none. */
+static enum dkv_status take_floats(const struct dkv_ask *ask, uint32_t place, uint64_t n,
+                                   const char *what, const float **floats_out,
+                                   struct dkv_error *err)
+{
+    const struct dkv_body *bulk = &ask->job->body;
+    const uint64_t offset = ((uint64_t)place - 1) * sizeof(float);
+    if (place == 0)
+        return DKV_OK;
+    if (!dkv_range_fits(offset, n * sizeof(float), bulk->received_bytes))
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "%s: %" PRIu64 " floats at byte %" PRIu64
+                             " are not within the bulk's %" PRIu64,
+                             what, n, offset, bulk->received_bytes);
+    *floats_out = (const float *)(const void *)((const uint8_t *)bulk->data + offset);
+    return DKV_OK;
+}
+
 /* A page table as both kinds of request describe it. */
 struct table {
     uint32_t region, entries;
@@ -267,6 +285,23 @@ static enum dkv_status finish(struct dkv_ask *ask, struct dkv_error *err)
 
 /* ---- score_blocks ---- */
 
+static enum dkv_status take_scales_and_sinks(const struct dkv_ask *ask,
+                                             const struct dkv_wire_block *wire,
+                                             struct dkv_block *block, struct dkv_error *err)
+{
+    enum dkv_status status = take_floats(ask, wire->query.floats, wire->q_heads, "query: scales",
+                                         &block->query.head_scales, err);
+    if (status == DKV_OK)
+        status = take_floats(ask, wire->key.floats, wire->kv_heads, "key: scales",
+                             &block->key.head_scales, err);
+    if (status == DKV_OK)
+        status = take_floats(ask, wire->value.floats, wire->kv_heads, "value: scales",
+                             &block->value.head_scales, err);
+    return status == DKV_OK ? take_floats(ask, wire->sink_floats, wire->q_heads, "sink_logits",
+                                          &block->sink_logits, err)
+                            : status;
+}
+
 static enum dkv_status make_block(struct dkv_ask *ask, const uint8_t *records, uint32_t i,
                                   struct dkv_error *err)
 {
@@ -290,7 +325,9 @@ static enum dkv_status make_block(struct dkv_ask *ask, const uint8_t *records, u
         status = make_view(ask, &wire.key, "key", &block->key, err);
     if (status == DKV_OK)
         status = make_view(ask, &wire.value, "value", &block->value, err);
-    return status == DKV_OK ? make_table(ask, &table, block, err) : status;
+    if (status == DKV_OK)
+        status = make_table(ask, &table, block, err);
+    return status == DKV_OK ? take_scales_and_sinks(ask, &wire, block, err) : status;
 }
 
 enum dkv_status dkv_ask_build_blocks(struct dkv_ask *ask, const struct dkv_wire_blocks *wire,

@@ -222,11 +222,23 @@ void dkv_session_flush(struct dkv_session *session)
 
 /* ---- messages ---- */
 
+static size_t put_about(const struct dkv_server *server, uint8_t about[DKV_WIRE_ABOUT_MAX])
+{
+    const char *const texts[DKV_WIRE_ABOUT_TEXTS] = {
+        [DKV_WIRE_ABOUT_VERSION] = server->facts.version,
+        [DKV_WIRE_ABOUT_PLATFORM] = DKV_OIP_PLATFORM,
+        [DKV_WIRE_ABOUT_BACKEND] = server->facts.backend,
+        [DKV_WIRE_ABOUT_DEVICE] = server->facts.device,
+    };
+    return dkv_wire_put_about(about, texts);
+}
+
 static void greet(struct dkv_session *session, const struct dkv_wire_conn_message *message)
 {
     struct dkv_error err = {0};
     struct dkv_wire_hello hello;
-    uint8_t payload[48 + DKV_WIRE_DEVICE_BYTES];
+    uint8_t payload[48 + DKV_WIRE_DEVICE_BYTES + DKV_WIRE_ABOUT_MAX];
+    uint8_t about[DKV_WIRE_ABOUT_MAX];
     const struct dkv_server *server = session->all->server;
     enum dkv_status status = DKV_OK;
     if (message->header.type != DKV_WIRE_HELLO)
@@ -250,6 +262,7 @@ static void greet(struct dkv_session *session, const struct dkv_wire_conn_messag
         .version = DKV_WIRE_VERSION,
         .n_devices = 1,
         .features = hello.features & FEATURES,
+        .about_bytes = (uint16_t)put_about(server, about),
         .instance = session->all->instance,
         .max_regions = DKV_SESSION_REGIONS,
         .max_caches = DKV_SESSION_CACHES,
@@ -261,6 +274,8 @@ static void greet(struct dkv_session *session, const struct dkv_wire_conn_messag
                                                           : DKV_WIRE_DEVICE_CPU};
     size_t n = dkv_wire_put_welcome(payload, &welcome);
     n += dkv_wire_put_device(payload + n, &device);
+    memcpy(payload + n, about, welcome.about_bytes);
+    n += welcome.about_bytes;
     session->greeted = true;
     dkv_session_send(session, DKV_WIRE_WELCOME, message->header.id, payload, n);
 }

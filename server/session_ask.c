@@ -287,7 +287,7 @@ static size_t put_records(const struct dkv_ask *ask, uint8_t *records)
 static enum dkv_status send_result(struct dkv_session *session, struct dkv_ask *ask)
 {
     uint8_t fixed[24];
-    uint8_t records[DKV_WIRE_LAYERS_MAX * DKV_WIRE_RESULT_BLOCK_BYTES];
+    static uint8_t records[DKV_WIRE_BLOCKS_MAX * DKV_WIRE_RESULT_BLOCK_BYTES]; /* the loop's */
     struct dkv_error ignored;
     const struct dkv_job *job = ask->job;
     const struct dkv_wire_result result = {

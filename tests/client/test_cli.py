@@ -374,7 +374,10 @@ class Bench(Case):
 class OverHttp(Case):
     @classmethod
     def setUpClass(cls):
-        cls.daemon = Daemon(DROPKVD).__enter__()
+        folder = tempfile.TemporaryDirectory()
+        cls.addClassCleanup(folder.cleanup)
+        cls.socket = "unix://" + folder.name + "/run/dropkvd.sock"
+        cls.daemon = Daemon(DROPKVD, "--socket", cls.socket.removeprefix("unix://")).__enter__()
         cls.addClassCleanup(cls.daemon.__exit__, None, None, None)
         cls.url = "http://127.0.0.1:%d" % cls.daemon.port
 
@@ -394,6 +397,8 @@ class OverHttp(Case):
     def test_info_and_health(self):
         told = json.loads(self.ok(run("info", "-e", self.url, "--format", "json")))
         self.assertEqual((told["server"], told["endpoint"]), ("dropkvd", self.url))
+        over_socket = json.loads(self.ok(run("info", "-e", self.socket, "--format", "json")))
+        self.assertEqual(over_socket, told | {"endpoint": self.socket})
         self.assertTrue(told["backend"].startswith("cpu/"))
         self.assertIn(b"dropkvd", self.ok(run("info", "-e", self.url)))
         self.assertIn(b"ready", self.ok(run("health", "-e", self.url)))

@@ -154,7 +154,7 @@ static void sent_and_shared_tensors_have_the_engines_answers(void **unused)
             assert_same(a, wanted);
             assert_same(b, wanted);
             assert_int_equal(b->n_attempts, 1);
-            assert_string_equal(b->backend, "cpu");
+            assert_string_equal(b->backend, wanted->backend);
             dropkv_result_free(wanted);
             dropkv_result_free(a);
             dropkv_result_free(b);
@@ -302,12 +302,79 @@ static void a_daemon_that_was_killed_is_found_again_with_all_buffers(void **unus
     dropkv_buffer_free(buffer);
 }
 
-static void what_the_socket_cannot_carry_is_refused_at_once(void **unused)
+/* With scores, which show every scale. */
+static void scales_per_head_and_sink_logits_cross_the_socket(void **unused)
 {
-    static const float sinks[Q_HEADS];
-    struct dropkv_client *client = NULL;
+    static const float k_scales[KV_HEADS] = {0.5f, 2.0f}, v_scales[KV_HEADS] = {3.0f, 0.25f};
+    static const float sinks[Q_HEADS] = {1.0f, -2.0f, 0.5f, 4.0f};
+    static uint8_t quantised[2][BATCH][KV_HEADS][TOKENS][DIM];
+    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_buffer *buffer = share(client);
+    struct dkv_random random;
+    (void)unused;
+    dkv_random_init(&random, 11);
+    dkv_random_normal(&random, DKV_F8_E4M3, quantised, sizeof(quantised));
+    for (unsigned which = 0; which < 8; which++) {
+        struct dropkv_request r = make_request(which & 1 ? dropkv_buffer_data(buffer) : &tensors,
+                                               BATCH);
+        r.want_scores = 1;
+        r.sink_logits = which & 2 ? sinks : NULL;
+        if (which & 4) {
+            r.key = (struct dropkv_tensor){
+                .data = quantised[0], .dtype = DROPKV_F8_E4M3, .head_scales = k_scales};
+            r.value = (struct dropkv_tensor){
+                .data = quantised[1], .dtype = DROPKV_F8_E4M3, .head_scales = v_scales};
+        }
+        struct dropkv_result *wanted = expected_answer(&r);
+        struct dropkv_result *got = score(client, &r);
+        assert_same(got, wanted);
+        dropkv_result_free(wanted);
+        dropkv_result_free(got);
+    }
+    struct dropkv_request bad = make_request(&tensors, 1);
+    static const float not_finite[Q_HEADS] = {NAN};
     struct dropkv_error error;
     struct dropkv_result *result;
+    bad.sink_logits = not_finite;
+    assert_int_equal(dropkv_score(client, &bad, &result, &error), DROPKV_E_INVALID);
+    dropkv_client_close(client);
+    dropkv_buffer_free(buffer);
+}
+
+static void a_batch_of_thousands_is_one_request(void **unused)
+{
+    enum { N = 4096, SMALL = 16 };
+    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_request r = DROPKV_REQUEST_INIT;
+    float *numbers = malloc(N * 3 * SMALL * 8 * sizeof(float));
+    struct dkv_random random;
+    (void)unused;
+    assert_non_null(numbers);
+    dkv_random_init(&random, 12);
+    dkv_random_normal(&random, DKV_FP32, numbers, N * 3 * SMALL * 8);
+    r.batch = N;
+    r.q_heads = r.kv_heads = 1;
+    r.head_dim = 8;
+    r.q_rows = r.n_tokens = SMALL;
+    r.query = (struct dropkv_tensor){.data = numbers, .dtype = DROPKV_FP32};
+    r.key = (struct dropkv_tensor){.data = numbers + N * SMALL * 8, .dtype = DROPKV_FP32};
+    r.value = (struct dropkv_tensor){.data = numbers + 2 * N * SMALL * 8, .dtype = DROPKV_FP32};
+    static const struct dropkv_param five[] = {{"keep_tokens", DROPKV_PARAM_INT, 5, 0, NULL}};
+    r.params = five;
+    r.n_params = 1;
+    struct dropkv_result *wanted = expected_answer(&r);
+    struct dropkv_result *got = score(client, &r);
+    assert_same(got, wanted);
+    dropkv_result_free(wanted);
+    dropkv_result_free(got);
+    dropkv_client_close(client);
+    free(numbers);
+}
+
+static void addresses_that_are_none_are_refused(void **unused)
+{
+    struct dropkv_client *client = NULL;
+    struct dropkv_error error;
     char long_path[200];
     (void)unused;
     memset(long_path, 'x', sizeof(long_path));
@@ -316,12 +383,6 @@ static void what_the_socket_cannot_carry_is_refused_at_once(void **unused)
     assert_int_equal(dropkv_client_open(long_path, NULL, &client, &error), DROPKV_E_INVALID);
     assert_int_equal(dropkv_client_open("unix:relative", NULL, &client, &error), DROPKV_E_INVALID);
     assert_int_equal(dropkv_buffer_new(0, NULL, &error), DROPKV_E_INVALID);
-    client = open_client(NULL);
-    struct dropkv_request request = make_request(&tensors, 1);
-    request.sink_logits = sinks;
-    assert_int_equal(dropkv_score(client, &request, &result, &error), DROPKV_E_UNSUPPORTED);
-    assert_non_null(strstr(error.text, "sink_logits"));
-    dropkv_client_close(client);
 }
 
 static void health_and_info_tell_of_the_daemon(void **unused)
@@ -333,7 +394,10 @@ static void health_and_info_tell_of_the_daemon(void **unused)
     assert_int_equal(dropkv_health(client, 0, &error), DROPKV_OK);
     assert_int_equal(dropkv_client_info(client, 0, &info, &error), DROPKV_OK);
     assert_string_equal(info->server, "dropkvd");
-    assert_string_equal(info->backend, "cpu");
+    assert_string_equal(info->version, dropkv_version());
+    assert_string_equal(info->platform, "dropkvd");
+    assert_int_equal(strncmp(info->backend, "cpu/", 4), 0);
+    assert_true(strlen(info->device) > 0);
     dropkv_info_free(info);
     kill(daemon_pid, SIGSTOP);
     assert_int_equal(dropkv_health(client, 20000, &error), DROPKV_E_TIMEOUT);
@@ -373,10 +437,12 @@ int main(int argc, char **argv)
         cmocka_unit_test(sent_and_shared_tensors_have_the_engines_answers),
         cmocka_unit_test(what_lies_in_a_buffer_is_read_there),
         cmocka_unit_test(strides_and_the_order_of_dimensions_are_numbers),
+        cmocka_unit_test(scales_per_head_and_sink_logits_cross_the_socket),
+        cmocka_unit_test(a_batch_of_thousands_is_one_request),
         cmocka_unit_test(many_in_flight_are_answered_once_each_and_a_bad_one_fails_alone),
         cmocka_unit_test(cancelled_and_late_requests_do_not_disturb_others),
         cmocka_unit_test(a_daemon_that_was_killed_is_found_again_with_all_buffers),
-        cmocka_unit_test(what_the_socket_cannot_carry_is_refused_at_once),
+        cmocka_unit_test(addresses_that_are_none_are_refused),
         cmocka_unit_test(health_and_info_tell_of_the_daemon),
     };
     if (argc != 2)

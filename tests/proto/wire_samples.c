@@ -27,6 +27,8 @@ static void welcome(struct wire_sample *s)
                                        .version = 1,
                                        .n_devices = 2,
                                        .features = 7,
+                                       .about_bytes = sizeof("1.2") + sizeof("p") + sizeof("") +
+                                                      sizeof("a device"),
                                        .instance = UINT64_C(0x1122334455667788),
                                        .max_regions = 64,
                                        .max_caches = 16,
@@ -38,6 +40,8 @@ static void welcome(struct wire_sample *s)
     s->bytes = dkv_wire_put_welcome(s->payload, &m);
     s->bytes += dkv_wire_put_device(s->payload + s->bytes, &cpu);
     s->bytes += dkv_wire_put_device(s->payload + s->bytes, &gpu);
+    s->bytes += dkv_wire_put_about(s->payload + s->bytes,
+                                   (const char *const[]){"1.2", "p", "", "a device"});
 }
 
 static void memfd(struct wire_sample *s)
@@ -190,24 +194,28 @@ static void blocks(struct wire_sample *s)
 {
     struct dkv_wire_blocks m = {
         .n_blocks = 2, .flags = DKV_WIRE_WANT_SCORES, .output = {8, 0, 1 << 20}};
-    const struct dkv_wire_block b = {.q_heads = 8,
-                                     .kv_heads = 2,
-                                     .head_dim = 64,
-                                     .v_dim = 64,
-                                     .q_rows = 64,
-                                     .n_tokens = 1024,
-                                     .valid_from = 3,
-                                     .page_tokens = 16,
-                                     .table_entries = 64,
-                                     .table_offset = 8,
-                                     .table_mask = 0xffff,
-                                     .table_kind = DKV_WIRE_TABLE_BULK,
-                                     .entry_bytes = 4,
-                                     .query = view(0),
-                                     .key = view(11),
-                                     .value = view(12)};
+    struct dkv_wire_block b = {.q_heads = 8,
+                               .kv_heads = 2,
+                               .head_dim = 64,
+                               .v_dim = 64,
+                               .q_rows = 64,
+                               .n_tokens = 1024,
+                               .valid_from = 3,
+                               .page_tokens = 16,
+                               .table_entries = 64,
+                               .table_offset = 8,
+                               .table_mask = 0xffff,
+                               .table_kind = DKV_WIRE_TABLE_BULK,
+                               .entry_bytes = 4,
+                               .query = view(0),
+                               .key = view(11),
+                               .value = view(12),
+                               .sink_floats = 77};
     uint8_t params[DKV_WIRE_PARAMS_MAX];
 
+    b.query.floats = 101;
+    b.key.floats = 201;
+    b.value.floats = 301;
     put_params(s, &m.params_bytes, params);
     s->bytes = dkv_wire_put_blocks(s->payload, &m);
     memcpy(s->payload + s->bytes, params, m.params_bytes);
@@ -321,6 +329,11 @@ static enum dkv_status any_welcome(ARGS)
 {
     DECODE(welcome);
     RECORDS(device, dkv_wire_welcome_devices(in), m.n_devices);
+    const char *texts[DKV_WIRE_ABOUT_TEXTS];
+    for (unsigned t = 0; t < DKV_WIRE_ABOUT_TEXTS; t++)
+        texts[t] = dkv_wire_get_about(in, &m, t);
+    memcpy(again + *again_bytes, texts[0], m.about_bytes);
+    *again_bytes += m.about_bytes;
     return DKV_OK;
 }
 

@@ -326,6 +326,27 @@ class Abuse(unittest.TestCase):
                 self.assertTrue(client.is_closed(), (claimed, n))
         memory.__exit__()
 
+    def test_vectors_outside_the_bulk_are_errors_of_the_request(self):
+        memory = Memory(len(tensors()))
+        memory.map[:] = tensors()
+        with Client(self.daemon.path) as client:
+            number = client.add_memfd(memory.fd, len(tensors()))
+
+            def ask(bulk, sink_floats=0, floats=0):
+                views = [wire.view(number, 0, 32, 256, floats=floats)] + [
+                    wire.view(number, QUERY_BYTES + i * CACHE_BYTES, 32, CACHE_BYTES) for i in range(2)]
+                block = wire.block(views, tokens=96, sink_floats=sink_floats)
+                return client.ask(wire.SCORE_BLOCKS, wire.score_blocks([block], PARAMS), bulk=bulk)
+
+            sinks = struct.pack("<3f", 9.0, 1.0, 1.0)
+            self.assertEqual(ask(sinks, 2).kind, wire.RESULT)
+            for bulk, place in ((b"", 1), (sinks, 3), (sinks, 4), (sinks, 2**32 - 1), (b"\0" * 7, 1)):
+                status, text = ask(bulk, place).error()
+                self.assertEqual(status, wire.INVALID, text)
+                self.assertIn("sink_logits", text)
+                self.assertIn("query", ask(bulk, 0, place).error()[1])
+        memory.__exit__()
+
     def test_descriptors_of_other_kinds_are_refused(self):
         reading, writing = os.pipe()
         here, there = socket.socketpair()

@@ -38,8 +38,8 @@ def header(kind, number, payload, bulk_bytes=0, n_fds=0, version=1):
     return struct.pack("<BBHIQQ", version, kind, n_fds, len(payload), number, bulk_bytes) + payload
 
 
-def view(region, offset, token_stride, head_stride, page_stride=0, dtype=FP32, scale=0.0):
-    return struct.pack("<IB3xf4xQqqq", region, dtype, scale, offset, page_stride, token_stride, head_stride)
+def view(region, offset, token_stride, head_stride, page_stride=0, dtype=FP32, scale=0.0, floats=0):
+    return struct.pack("<IB3xfIQqqq", region, dtype, scale, floats, offset, page_stride, token_stride, head_stride)
 
 
 def region(n_bytes, offset=0, writable=0, kind=1, number=0, generation=0, uuid=bytes(16), handle=bytes(64), chunks=()):
@@ -51,10 +51,11 @@ def fence_and_output(fence=(0, 0, 0), output=(0, 0, 0)):
     return struct.pack("<I4xQQI4xQQ", *fence, *output)
 
 
-def block(views, q_heads=2, kv_heads=1, dim=8, rows=8, tokens=64, page_tokens=0, table=(0, 0, 0, 0, 0), valid_from=0):
+def block(views, q_heads=2, kv_heads=1, dim=8, rows=8, tokens=64, page_tokens=0, table=(0, 0, 0, 0, 0), valid_from=0,
+          sink_floats=0):
     """`table`: region, entries, kind, entry_bytes, offset."""
     return struct.pack("<9II", q_heads, kv_heads, dim, 0, rows, tokens, valid_from, page_tokens, table[0],
-                       table[1]) + struct.pack("<BBB5xQQq", table[2], table[3], 0, table[4], 0, 0) + b"".join(views)
+                       table[1]) + struct.pack("<BBBxIQQq", table[2], table[3], 0, sink_floats, table[4], 0, 0) + b"".join(views)
 
 
 def score_blocks(blocks, params=b"", flags=0, fence=(0, 0, 0), output=(0, 0, 0)):
