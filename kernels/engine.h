@@ -50,12 +50,40 @@ struct dkv_engine_config {
     void *stream;             /* CUDA engine: the caller's stream and context; NULL: its own */
 };
 
+#define DKV_UUID_BYTES 16u
+
 struct dkv_engine_info {
     char backend[64]; /* "cpu/avx512bf16", "cuda/sm_90a": what logs, metrics and replies name */
     char device[96];  /* "Intel(R) Xeon(R) ..., 2 threads", "NVIDIA H200" */
     unsigned threads;
     uint64_t scratch_bytes; /* working memory held now, beyond inputs and outputs */
     uint64_t scratch_peak_bytes;
+    uint8_t uuid[DKV_UUID_BYTES]; /* of the GPU; zero for the CPU */
+};
+
+/* Memory of another process that lies on the engine's device, as it was passed: a handle of
+ * cuIpcGetMemHandle(), or descriptors of cuMemExportToShareableHandle(). */
+struct dkv_import_chunk {
+    uint64_t offset; /* in the importer's reservation */
+    uint64_t bytes;  /* exactly as allocated */
+    int fd;          /* borrowed; may be closed after import() */
+};
+
+struct dkv_import {
+    const unsigned char *handle;           /* [DKV_IMPORT_HANDLE_BYTES]; NULL: chunks */
+    const struct dkv_import_chunk *chunks; /* [n_chunks], ascending, without overlap */
+    uint32_t n_chunks;
+};
+
+#define DKV_IMPORT_HANDLE_BYTES 64u
+#define DKV_IMPORT_SPAN_MAX     (UINT64_C(1) << 40) /* of the chunks of one import */
+
+/* What was imported: [first, first + bytes) of it lies at `base` on the device. `first` is the
+ * first chunk's offset, or 0. Between chunks nothing is mapped. */
+struct dkv_mapping {
+    const void *base;
+    uint64_t first;
+    uint64_t bytes;
 };
 
 struct dkv_engine;
@@ -82,6 +110,20 @@ struct dkv_engine_ops {
      * everything else is in the items. */
     enum dkv_status (*wait)(struct dkv_engine *engine, struct dkv_error *err);
     unsigned max_in_flight;
+
+    /* Maps memory of another process; NULL where the engine has no such memory. A mapping belongs
+     * to the engine until release(). Reading past what was allocated does not fault: who uses a
+     * mapping checks bounds against `bytes`.
+     *
+     * INVALID, DENIED or UNSUPPORTED say what is wrong with what was passed and what to pass
+     * instead; NOMEM; DEVICE: the device is lost. */
+    enum dkv_status (*import)(struct dkv_engine *engine, const struct dkv_import *from,
+                              struct dkv_mapping **mapping_out, struct dkv_error *err);
+
+    /* Unmaps it and gives the memory back. No batch in flight may read it; best called when none is
+     * in flight at all, since it may wait for those. Only DEVICE is returned. */
+    enum dkv_status (*release)(struct dkv_engine *engine, struct dkv_mapping *mapping,
+                               struct dkv_error *err);
 };
 
 /* The CPU engine: always there. */

@@ -68,6 +68,11 @@ static enum dkv_status use_region(struct dkv_ask *ask, uint32_t number, const ch
         return dkv_error_set(err, DKV_E_NOT_FOUND, "%s: region %u does not exist", what, number);
     if (!region->attached)
         return dkv_error_set(err, DKV_E_NOT_FOUND, "%s: region %u is detached", what, number);
+    if (dkv_region_on_gpu(region) && region->loan->error.status != DKV_OK)
+        return dkv_error_set(err, DKV_E_NOT_FOUND,
+                             "%s: region %u was lost with its worker and must be registered anew: "
+                             "%.120s",
+                             what, number, region->loan->error.text);
     *region_out = region;
     for (uint32_t i = 0; i < ask->n_regions; i++)
         if (ask->regions[i] == region)
@@ -96,10 +101,28 @@ static enum dkv_status make_view(struct dkv_ask *ask, const struct dkv_wire_view
     if (wire->region == 0)
         return DKV_OK;
     enum dkv_status status = use_region(ask, wire->region, what, &region, err);
-    if (status == DKV_OK) {
-        view_out->base = dkv_region_base(region);
-        view_out->bytes = region->bytes;
-    }
+    if (status != DKV_OK)
+        return status;
+    view_out->base = dkv_region_base(region);
+    view_out->bytes = dkv_loan_end(region->loan, wire->offset);
+    if (dkv_region_on_gpu(region))
+        view_out->place = DKV_PLACE_DEVICE;
+    if (view_out->bytes == 0)
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "%s: offset %" PRIu64 " is not within the %" PRIu64
+                             " bytes of region %u that were passed",
+                             what, wire->offset, region->bytes, wire->region);
+    return DKV_OK;
+}
+
+/* What only the front reads or writes must be host memory. */
+static enum dkv_status use_host_region(struct dkv_ask *ask, uint32_t number, const char *what,
+                                       struct dkv_region **region_out, struct dkv_error *err)
+{
+    const enum dkv_status status = use_region(ask, number, what, region_out, err);
+    if (status == DKV_OK && dkv_region_on_gpu(*region_out))
+        return dkv_error_set(err, DKV_E_INVALID, "%s: region %u is GPU memory, not a memfd", what,
+                             number);
     return status;
 }
 
@@ -146,7 +169,7 @@ static enum dkv_status make_table(struct dkv_ask *ask, const struct table *wire,
         if (status != DKV_OK)
             return status;
         base = dkv_region_base(region);
-        room = region->bytes;
+        room = dkv_loan_end(region->loan, wire->offset);
     }
     if (!dkv_range_fits(wire->offset, (uint64_t)wire->entries * wire->entry_bytes, room))
         return dkv_error_set(err, DKV_E_INVALID,
@@ -157,7 +180,7 @@ static enum dkv_status make_table(struct dkv_ask *ask, const struct table *wire,
         .entries = base + wire->offset,
         .n_entries = wire->entries,
         .entry_bytes = wire->entry_bytes,
-        .place = DKV_PLACE_HOST,
+        .place = region != NULL && dkv_region_on_gpu(region) ? DKV_PLACE_DEVICE : DKV_PLACE_HOST,
         .mask = (int64_t)wire->mask,
         .null_entry = wire->null_entry,
         .has_null_entry = wire->has_null,
@@ -171,7 +194,7 @@ static enum dkv_status take_fence(struct dkv_ask *ask, const struct dkv_wire_fen
     struct dkv_region *region = NULL;
     if (wire->region == 0)
         return DKV_OK;
-    enum dkv_status status = use_region(ask, wire->region, "fence", &region, err);
+    enum dkv_status status = use_host_region(ask, wire->region, "fence", &region, err);
     if (status != DKV_OK)
         return status;
     if (!dkv_range_fits(wire->offset, sizeof(uint64_t), region->bytes))
@@ -190,7 +213,7 @@ static enum dkv_status take_output(struct dkv_ask *ask, const struct dkv_wire_ou
     struct dkv_region *region = NULL;
     if (wire->region == 0)
         return DKV_OK;
-    enum dkv_status status = use_region(ask, wire->region, "output", &region, err);
+    enum dkv_status status = use_host_region(ask, wire->region, "output", &region, err);
     if (status != DKV_OK)
         return status;
     if (!region->writable)
@@ -383,6 +406,12 @@ static enum dkv_status make_query(struct dkv_ask *ask, const struct dkv_wire_sta
     if (status != DKV_OK || !wraps)
         return status;
     const struct dkv_region *region = dkv_slots_find(&ask->session->regions, stash->region);
+    if (dkv_region_on_gpu(region))
+        return dkv_error_set(
+            err, DKV_E_UNSUPPORTED,
+            "stash: rows %u..%u lie around the end of a ring in GPU memory; such a "
+            "ring must be written so that they do not, or be host memory",
+            score->newest_row + 1 + stash->n_rows - n_rows, score->newest_row);
     uint64_t end = start;
     if (!step(&end, stash->n_rows - 1, stash->row_stride) ||
         !step(&end, block->q_heads - 1, stash->head_stride) || !dkv_add_u64(end, row_bytes, &end) ||

@@ -87,13 +87,15 @@ static void launch(struct dkv_backend *backend, struct dkv_admission_batch *batc
     struct dkv_backend_device *device = &backend->devices[batch->device];
     struct dkv_run *run = free_run(device);
     run->batch = batch;
-    run->n_jobs = 0;
+    run->n_parts = 0;
     DKV_LIST_EACH (node, &batch->parts) {
         struct dkv_admission_part *part = DKV_LIST_OF(node, struct dkv_admission_part, node);
-        assert(run->n_jobs < backend->limits.batch_blocks);
-        run->jobs[run->n_jobs++] = job_of(part->entry);
+        struct dkv_job *job = job_of(part->entry);
+        assert(run->n_parts < backend->limits.batch_blocks);
+        run->parts[run->n_parts++] = (struct dkv_run_part){job,
+                                                           job->written[part - job->parts].job};
     }
-    backend->n_running += run->n_jobs;
+    backend->n_running += run->n_parts;
     backend->n_launched++;
     dkv_worker_launch(device->worker, run);
 }
@@ -153,13 +155,12 @@ static void on_up(void *owner, unsigned index, const struct dkv_engine_info *inf
     pump(backend);
 }
 
-/* A job's outcome is its first failed block's. */
-static void judge_job(struct dkv_job *job)
+/* A job's outcome is its first failed block's. It begins as OK, and a part ends but once. */
+static void judge_part(const struct dkv_run_part *part)
 {
-    job->status = DKV_OK;
-    job->n_refused_nonfinite = job->n_masked_nonfinite = 0;
-    for (uint32_t i = 0; i < job->request.n_blocks; i++) {
-        const struct dkv_link_block *block = &job->descriptor->blocks[i];
+    struct dkv_job *job = part->job;
+    for (uint32_t i = 0; i < part->descriptor->n_blocks; i++) {
+        const struct dkv_link_block *block = &part->descriptor->blocks[i];
         job->n_refused_nonfinite += block->nonfinite && block->status != DKV_OK;
         job->n_masked_nonfinite += block->nonfinite && block->status == DKV_OK;
         if (job->status == DKV_OK) {
@@ -187,18 +188,20 @@ static void on_done(void *owner, unsigned index, struct dkv_run *run, uint64_t s
     backend->devices[index].scratch_bytes = scratch_bytes;
     backend->devices[index].n_blocks += batch->n_blocks;
     count_busy(&backend->devices[index], run);
-    for (unsigned i = 0; i < run->n_jobs; i++) {
-        struct dkv_job *job = run->jobs[i];
-        job->started_ns = run->started_ns;
-        job->finished_ns = run->finished_ns;
+    for (unsigned i = 0; i < run->n_parts; i++) {
+        struct dkv_job *job = run->parts[i].job;
+        if (job->started_ns == 0 || run->started_ns < job->started_ns)
+            job->started_ns = run->started_ns;
+        if (run->finished_ns > job->finished_ns)
+            job->finished_ns = run->finished_ns;
         job->batch_items = (unsigned)batch->n_blocks;
         job->batch_tokens = batch->n_tokens;
         job->batch_bytes = batch->n_bytes;
         job->batch_first = i == 0;
         job->backend = backend->devices[index].engine.backend;
-        judge_job(job);
+        judge_part(&run->parts[i]);
     }
-    backend->n_running -= run->n_jobs;
+    backend->n_running -= run->n_parts;
     run->batch = NULL;
     dkv_admission_complete(backend->queue, batch, now_us());
     pump(backend);
@@ -208,7 +211,7 @@ static void forget_runs(struct dkv_backend *backend, struct dkv_backend_device *
 {
     for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++)
         if (device->runs[i].batch != NULL) {
-            backend->n_running -= device->runs[i].n_jobs;
+            backend->n_running -= device->runs[i].n_parts;
             device->runs[i].batch = NULL;
         }
 }
@@ -233,8 +236,8 @@ static bool make_runs(struct dkv_backend *backend)
     for (unsigned d = 0; d < backend->n_devices; d++)
         for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++) {
             struct dkv_run *run = &backend->devices[d].runs[i];
-            run->jobs = calloc(backend->limits.batch_blocks, sizeof(struct dkv_job *));
-            if (run->jobs == NULL)
+            run->parts = calloc(backend->limits.batch_blocks, sizeof(*run->parts));
+            if (run->parts == NULL)
                 return false;
         }
     return true;
@@ -248,7 +251,7 @@ static void free_backend(uv_handle_t *handle)
     dkv_admission_free(backend->queue);
     for (unsigned d = 0; d < backend->n_devices; d++)
         for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++)
-            free(backend->devices[d].runs[i].jobs);
+            free(backend->devices[d].runs[i].parts);
     free(backend);
 }
 
@@ -384,6 +387,14 @@ static void facts_of(const struct dkv_backend_device *device, struct dkv_worker_
     facts_out->busy_ns = device->busy_ns;
     facts_out->n_blocks = device->n_blocks;
     facts_out->scratch_bytes = device->scratch_bytes;
+}
+
+unsigned dkv_backend_uuids(const struct dkv_backend *backend,
+                           uint8_t uuids_out[DKV_ADMISSION_DEVICES_MAX][DKV_UUID_BYTES])
+{
+    for (unsigned d = 0; d < backend->n_devices; d++)
+        memcpy(uuids_out[d], backend->devices[d].engine.uuid, DKV_UUID_BYTES);
+    return backend->n_devices;
 }
 
 void dkv_backend_info(struct dkv_backend *backend, struct dkv_backend_info *info_out)

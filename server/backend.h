@@ -26,6 +26,7 @@
 #include <uv.h>
 
 struct dkv_backend;
+struct dkv_wire_region;
 
 /* How the caller can say "not now" to its client, over HTTP and on the socket. */
 struct dkv_backend_refusal {
@@ -88,6 +89,16 @@ enum dkv_status dkv_backend_attach(struct dkv_backend *backend, int fd, uint64_t
                                    uint64_t bytes, dkv_loan_attached_fn on_attached, void *owner,
                                    struct dkv_loan **loan_out, struct dkv_error *err);
 
+/* Lends memory of a GPU to the worker of that GPU, as `wire` describes it (kinds CUDA_LEGACY and
+ * CUDA_VMM); `fds`, one per chunk, stay the caller's. `connection` is the caller's number for
+ * whoever lends it: memory is never shared between two of them. Blocks that point there must say
+ * DKV_PLACE_DEVICE. UNSUPPORTED if no worker uses that GPU; otherwise as attach. */
+enum dkv_status dkv_backend_attach_cuda(struct dkv_backend *backend,
+                                        const struct dkv_wire_region *wire, const int *fds,
+                                        uint64_t connection, dkv_loan_attached_fn on_attached,
+                                        void *owner, struct dkv_loan **loan_out,
+                                        struct dkv_error *err);
+
 /* No new job may name it; on_attached is not called any more. `on_released` (or NULL) is called
  * when nobody has it, possibly within this call. */
 void dkv_backend_detach(struct dkv_loan *loan, dkv_loan_released_fn on_released, void *owner);
@@ -99,6 +110,10 @@ bool dkv_backend_ready(const struct dkv_backend *backend);
  * is silent with nothing to do, or requests wait beside an idle device. Sets the workers a question
  * that they have until the next call to answer. */
 bool dkv_backend_pulse(struct dkv_backend *backend, const char **why_out);
+
+/* The UUIDs of the devices, in the order of the configuration: zero for the CPU. Their number. */
+unsigned dkv_backend_uuids(const struct dkv_backend *backend,
+                           uint8_t uuids_out[DKV_ADMISSION_DEVICES_MAX][DKV_UUID_BYTES]);
 
 void dkv_backend_info(struct dkv_backend *backend, struct dkv_backend_info *info_out);
 

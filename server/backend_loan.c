@@ -9,6 +9,8 @@
  */
 #include "server/backend_priv.h"
 
+#include "proto/wire.h"
+
 #include <assert.h>
 #include <stdlib.h>
 #include <string.h>
@@ -25,9 +27,14 @@ static void release_if_free(struct dkv_loan *loan)
         on_released(owner);
 }
 
-/* Tells a worker of a loan that is in use. */
+/* Tells a worker of a loan that is in use. One that is shown GPU memory again finds out anew
+ * whether it can be had. */
 void dkv_backend_show_loan(struct dkv_backend *backend, unsigned d, struct dkv_loan *loan)
 {
+    if (loan->device != DKV_LOAN_EVERYWHERE && loan->device != d)
+        return;
+    if (dkv_loan_on_gpu(loan))
+        loan->error = (struct dkv_error){0};
     loan->attaching |= 1u << d;
     loan->holding |= 1u << d;
     dkv_worker_attach(backend->devices[d].worker, loan);
@@ -90,14 +97,10 @@ static void tell_attached(struct dkv_loan *loan)
         on_attached(loan, loan->owner, &loan->error);
 }
 
-enum dkv_status dkv_backend_attach(struct dkv_backend *backend, int fd, uint64_t offset,
-                                   uint64_t bytes, dkv_loan_attached_fn on_attached, void *owner,
-                                   struct dkv_loan **loan_out, struct dkv_error *err)
+static enum dkv_status add(struct dkv_backend *backend, struct dkv_loan *loan,
+                           dkv_loan_attached_fn on_attached, void *owner,
+                           struct dkv_loan **loan_out, struct dkv_error *err)
 {
-    struct dkv_loan *loan;
-    enum dkv_status status = dkv_loan_new(fd, offset, bytes, &loan, err);
-    if (status != DKV_OK)
-        return status;
     loan->backend = backend;
     if (!find_number(backend, loan)) {
         dkv_loan_free(loan);
@@ -112,6 +115,56 @@ enum dkv_status dkv_backend_attach(struct dkv_backend *backend, int fd, uint64_t
     if (loan->attaching == 0)
         tell_attached(loan);
     return DKV_OK;
+}
+
+enum dkv_status dkv_backend_attach(struct dkv_backend *backend, int fd, uint64_t offset,
+                                   uint64_t bytes, dkv_loan_attached_fn on_attached, void *owner,
+                                   struct dkv_loan **loan_out, struct dkv_error *err)
+{
+    struct dkv_loan *loan;
+    const enum dkv_status status = dkv_loan_new(fd, offset, bytes, &loan, err);
+    return status == DKV_OK ? add(backend, loan, on_attached, owner, loan_out, err) : status;
+}
+
+/* The worker of the GPU of that name. */
+static enum dkv_status find_gpu(const struct dkv_backend *backend, const uint8_t *uuid,
+                                uint32_t *device_out, struct dkv_error *err)
+{
+    unsigned n_gpus = 0;
+    for (unsigned d = 0; d < backend->n_devices; d++) {
+        if (!dkv_backend_is_gpu(&backend->devices[d]))
+            continue;
+        n_gpus++;
+        if (memcmp(backend->devices[d].engine.uuid, uuid, DKV_UUID_BYTES) == 0) {
+            *device_out = d;
+            return DKV_OK;
+        }
+    }
+    if (n_gpus == 0)
+        return dkv_error_set(err, DKV_E_UNSUPPORTED,
+                             "region: this daemon takes host memory (memfd) only: no CUDA worker "
+                             "is there that could import GPU memory");
+    return dkv_error_set(err, DKV_E_UNSUPPORTED,
+                         "region: none of this daemon's %u GPUs is "
+                         "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-"
+                         "%02x%02x%02x%02x%02x%02x, which holds the memory",
+                         n_gpus, uuid[0], uuid[1], uuid[2], uuid[3], uuid[4], uuid[5], uuid[6],
+                         uuid[7], uuid[8], uuid[9], uuid[10], uuid[11], uuid[12], uuid[13],
+                         uuid[14], uuid[15]);
+}
+
+enum dkv_status dkv_backend_attach_cuda(struct dkv_backend *backend,
+                                        const struct dkv_wire_region *wire, const int *fds,
+                                        uint64_t connection, dkv_loan_attached_fn on_attached,
+                                        void *owner, struct dkv_loan **loan_out,
+                                        struct dkv_error *err)
+{
+    struct dkv_loan *loan;
+    uint32_t device = 0;
+    enum dkv_status status = find_gpu(backend, wire->device_uuid, &device, err);
+    if (status == DKV_OK)
+        status = dkv_loan_new_cuda(wire, fds, connection, device, &loan, err);
+    return status == DKV_OK ? add(backend, loan, on_attached, owner, loan_out, err) : status;
 }
 
 void dkv_backend_detach(struct dkv_loan *loan, dkv_loan_released_fn on_released, void *owner)

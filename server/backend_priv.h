@@ -13,6 +13,8 @@
 
 #include "server/backend.h"
 
+#include <string.h>
+
 struct dkv_backend_device {
     struct dkv_worker *worker;
     struct dkv_engine_info engine;
@@ -22,6 +24,13 @@ struct dkv_backend_device {
     bool up;
     struct dkv_run runs[DKV_ADMISSION_FLIGHT_MAX];
 };
+
+/* As its worker said when it came up last. */
+static inline bool dkv_backend_is_gpu(const struct dkv_backend_device *device)
+{
+    static const uint8_t none[DKV_UUID_BYTES];
+    return memcmp(device->engine.uuid, none, sizeof(none)) != 0;
+}
 
 struct dkv_backend {
     const struct dkv_config *config;

@@ -10,8 +10,10 @@
 struct dkv_job *dkv_job_new(struct dkv_arena *arena)
 {
     struct dkv_job *job = calloc(1, sizeof(*job));
-    if (job != NULL)
-        job->arena = arena;
+    if (job == NULL)
+        return NULL;
+    job->arena = arena;
+    dkv_list_init(&job->ended_node);
     return job;
 }
 
@@ -41,52 +43,6 @@ enum dkv_status dkv_job_add_blocks(struct dkv_job *job, uint32_t n_blocks, struc
     return DKV_OK;
 }
 
-/* Bytes of the rows that scoring a block reads once. The gate has bounded every factor. */
-static uint64_t read_bytes(const struct dkv_block *block, const struct dkv_plan *plan)
-{
-    const uint64_t key_row = block->head_dim * dkv_dtype_bytes(block->key.dtype);
-    const uint64_t value_row = plan->v_dim * dkv_dtype_bytes(block->value.dtype);
-    const uint64_t query_row = block->head_dim * dkv_dtype_bytes(block->query.dtype);
-    return block->n_tokens * block->kv_heads * (key_row + value_row) +
-           (uint64_t)plan->window * block->q_heads * query_row;
-}
-
-/* Blocks of one key can share a launch. A request of several kinds has a batch of its own kind. */
-static uint64_t batch_key(const struct dkv_job *job)
-{
-    uint64_t key = 0;
-    for (uint32_t i = 0; i < job->request.n_blocks; i++) {
-        const struct dkv_block *block = &job->blocks[i];
-        const uint64_t one = (uint64_t)block->query.dtype << 48 | (uint64_t)block->key.dtype << 40 |
-                             (uint64_t)block->head_dim << 20 | job->plans[i].v_dim;
-        if (i > 0 && one != key)
-            return UINT64_MAX;
-        key = one;
-    }
-    return key;
-}
-
-static void describe_part(struct dkv_job *job)
-{
-    job->part = (struct dkv_admission_part){
-        .key = batch_key(job),
-        .device = DKV_ADMISSION_ANY_DEVICE,
-        .n_blocks = job->request.n_blocks,
-        .n_tokens = job->n_stored_tokens,
-        .n_bytes = job->n_read_bytes,
-    };
-    const uint64_t priority = (uint64_t)job->request.params.priority;
-    job->entry = (struct dkv_admission_entry){
-        .parts = &job->part,
-        .n_parts = 1,
-        .priority = priority < UINT32_MAX ? (uint32_t)priority : UINT32_MAX,
-        .timeout_us = (uint64_t)job->request.params.timeout,
-        .degrade = job->request.params.on_overload == DKV_OVERLOAD_RECENCY &&
-                   !job->request.want_scores,
-    };
-    dkv_list_init(&job->ended_node);
-}
-
 /* Elements of all outputs. They cannot overflow: 4096 blocks of 1024 heads of 2^21 tokens. */
 static void count_outputs(struct dkv_job *job)
 {
@@ -96,7 +52,7 @@ static void count_outputs(struct dkv_job *job)
         job->n_scores += job->request.want_scores ? block->n_tokens * block->kv_heads : 0;
         job->n_stored_tokens += block->n_tokens;
         job->n_scored_tokens += job->plans[i].n_valid * block->kv_heads;
-        job->n_read_bytes += read_bytes(block, &job->plans[i]);
+        job->n_read_bytes += dkv_job_read_bytes(block, &job->plans[i]);
     }
     job->kv_heads = job->blocks[0].kv_heads;
     job->window = job->plans[0].window;
@@ -104,52 +60,9 @@ static void count_outputs(struct dkv_job *job)
     job->n_tokens = job->blocks[0].n_tokens;
 }
 
-/* Where each block's answer goes: one after the other. */
-static void place_outputs(struct dkv_job *job)
-{
-    const struct dkv_link_addr in_arena = {DKV_LINK_IN_ARENA, 0};
-    uint64_t keep = dkv_arena_offset(job->arena, job->keep);
-    uint64_t scores = job->n_scores > 0 ? dkv_arena_offset(job->arena, job->scores) : 0;
-    for (uint32_t i = 0; i < job->request.n_blocks; i++) {
-        struct dkv_link_block *packed = &job->descriptor->blocks[i];
-        packed->keep = in_arena;
-        packed->keep.offset = keep;
-        keep += job->plans[i].keep_tokens * job->blocks[i].kv_heads * sizeof(*job->keep);
-        if (job->n_scores == 0)
-            continue;
-        packed->scores = in_arena;
-        packed->scores.offset = scores;
-        scores += job->blocks[i].n_tokens * job->blocks[i].kv_heads * sizeof(*job->scores);
-    }
-}
-
-static enum dkv_status describe(struct dkv_job *job, struct dkv_error *err)
-{
-    struct dkv_link_range *ranges = NULL;
-    if (job->n_loans > 0) {
-        ranges = calloc(job->n_loans, sizeof(*ranges));
-        if (ranges == NULL)
-            return dkv_error_set(err, DKV_E_NOMEM, "no memory for a job");
-        for (unsigned i = 0; i < job->n_loans; i++)
-            ranges[i] = dkv_loan_range(job->loans[i]);
-    }
-    const uint64_t n_bytes = dkv_link_job_bytes(job->arena, job->blocks, job->request.n_blocks,
-                                                ranges, job->n_loans);
-    job->descriptor = dkv_arena_alloc(job->arena, n_bytes);
-    if (job->descriptor != NULL) {
-        job->descriptor_bytes = n_bytes;
-        dkv_link_pack(job->arena, &job->request, job->plans, ranges, job->n_loans, job->descriptor);
-        place_outputs(job);
-    }
-    free(ranges);
-    return job->descriptor != NULL ? DKV_OK
-                                   : dkv_error_set(err, DKV_E_NOMEM, "no memory for a job");
-}
-
 enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct dkv_error *err)
 {
     count_outputs(job);
-    describe_part(job);
     const uint64_t n_bytes = job->n_keep * sizeof(*job->keep) +
                              job->n_scores * sizeof(*job->scores);
     if (n_bytes > max_bytes)
@@ -161,7 +74,7 @@ enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct 
                              (unsigned long long)n_bytes);
     if (job->n_scores > 0)
         job->scores = (float *)(void *)(job->keep + job->n_keep);
-    return describe(job, err);
+    return dkv_job_divide(job, err);
 }
 
 static int32_t *keep_recent(const struct dkv_block *block, const struct dkv_plan *plan,
@@ -192,12 +105,11 @@ void dkv_job_release_inputs(struct dkv_job *job)
 {
     dkv_body_release(&job->body);
     dkv_arena_free(job->arena, job->side, job->side_bytes, job->side_bytes);
-    dkv_arena_free(job->arena, job->descriptor, job->descriptor_bytes, job->descriptor_bytes);
+    dkv_job_drop_parts(job);
     free(job->blocks);
     free(job->plans);
     free(job->loans);
     job->side = NULL;
-    job->descriptor = NULL;
     job->blocks = NULL;
     job->plans = NULL;
     job->loans = NULL;

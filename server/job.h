@@ -32,15 +32,27 @@ struct dkv_loan;
 /* Runs on the loop thread when the job has ended, whatever way; the job is the callee's again. */
 typedef void (*dkv_job_done_fn)(struct dkv_job *job, void *owner);
 
+/* What a worker reads of one part; in the arena. */
+struct dkv_job_descriptor {
+    struct dkv_link_job *job;
+    uint64_t bytes;
+};
+
 struct dkv_job {
+    /* Where there is one part only. */
+    struct dkv_admission_part only_part;
+    struct dkv_job_descriptor only_written;
+
     dkv_job_done_fn done;
     void *owner;
 
-    /* The admission queue's view of it: one entry of one part. */
+    /* The admission queue's view of it: one entry, of one part for each device that holds memory of
+     * its blocks, and one for the blocks that any device can read. */
     struct dkv_backend_client *client; /* while the backend has the job */
     struct dkv_admission_entry entry;
-    struct dkv_admission_part part;
-    struct dkv_list ended_node; /* answered without a device */
+    struct dkv_admission_part *parts;   /* [entry.n_parts] */
+    struct dkv_job_descriptor *written; /* [entry.n_parts] */
+    struct dkv_list ended_node;         /* answered without a device */
 
     struct dkv_arena *arena;
     struct dkv_body body;
@@ -52,8 +64,6 @@ struct dkv_job {
     struct dkv_request request; /* over `blocks` */
     struct dkv_block *blocks;   /* [request.n_blocks] */
     struct dkv_plan *plans;
-    struct dkv_link_job *descriptor; /* [descriptor_bytes], in the arena: what a worker reads */
-    uint64_t descriptor_bytes;
 
     /* Outputs of all blocks, one after the other, in the order of the blocks. One range of the
      * arena, indices first, scores behind them. */
@@ -75,7 +85,7 @@ struct dkv_job {
     unsigned batch_items;         /* blocks of the engine batch it ran in */
     uint64_t batch_tokens;        /* and their stored tokens */
     uint64_t batch_bytes;         /* and what it read */
-    bool batch_first;             /* counts the batch */
+    bool batch_first;             /* counts the batch: the last one, if there were several */
     unsigned n_refused_nonfinite; /* blocks that held NaN or infinity and were refused for it */
     unsigned n_masked_nonfinite;  /* or answered without the tokens that did */
     const char *backend;          /* name of the engine that ran it; the backend's */
@@ -95,9 +105,17 @@ enum dkv_status dkv_job_add_side(struct dkv_job *job, uint64_t bytes, struct dkv
 /* Allocates blocks and plans for a request of `n_blocks`. */
 enum dkv_status dkv_job_add_blocks(struct dkv_job *job, uint32_t n_blocks, struct dkv_error *err);
 
-/* After the gate: allocates the outputs and writes the descriptor. Sizes come from plans that the
- * gate bounded; `max_bytes` bounds what a reply may need. TOO_LARGE, NOMEM. */
+/* After the gate: allocates the outputs, divides the blocks into parts and describes those for
+ * workers. Sizes come from plans that the gate bounded; `max_bytes` bounds what a reply may need.
+ * TOO_LARGE, NOMEM; INVALID if one block lies on two devices. */
 enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct dkv_error *err);
+
+/* Bytes of the rows that scoring a block reads once. The gate has bounded every factor. */
+uint64_t dkv_job_read_bytes(const struct dkv_block *block, const struct dkv_plan *plan);
+
+/* job_parts.c: the second half of prepare(), and what undoes it. */
+enum dkv_status dkv_job_divide(struct dkv_job *job, struct dkv_error *err);
+void dkv_job_drop_parts(struct dkv_job *job);
 
 /* The answer of a device that cannot be had: the protected sinks and the most recent tokens, as
  * many as the budget says. It reads no tensor. Not for a job that wants scores. */

@@ -4,8 +4,8 @@
  * large lies in the arena: the descriptor of a job, which names every byte its work reads and
  * writes by (memory, offset), since each side has mapped everything at addresses of its own.
  *
- *   front -> worker   START (the arena's fd), ATTACH (a client's fd), DETACH, RUN, PING
- *   worker -> front   UP or FAILED, ATTACHED, DETACHED, DONE, PONG
+ *   front -> worker   START (the arena's fd), ATTACH (a client's fd), CHUNK (one more), DETACH,
+ * RUN, PING worker -> front   UP or FAILED, ATTACHED, DETACHED, DONE, PONG
  *
  * A worker answers RUNs in order. Both ends are the same program, so structs travel as they are.
  *
@@ -34,6 +34,7 @@ enum dkv_link_type {
     DKV_LINK_DETACHED,
     DKV_LINK_DONE,
     DKV_LINK_PONG,
+    DKV_LINK_CHUNK, /* after the ATTACH of memory that has chunks, one each */
 };
 
 struct dkv_link_start {
@@ -48,10 +49,31 @@ struct dkv_link_start {
     bool test_hooks;
 };
 
+enum dkv_link_memory {
+    DKV_LINK_HOST = 0,    /* a file: ATTACH brings it */
+    DKV_LINK_CUDA_LEGACY, /* a handle */
+    DKV_LINK_CUDA_VMM,    /* chunks: as many CHUNK messages follow */
+};
+
+/* What tells one allocation of one client from all others: memory that was opened is shared by
+ * loans of the same key alone. */
+struct dkv_link_key {
+    uint64_t owner; /* the connection */
+    uint32_t generation;
+    uint8_t handle[DKV_IMPORT_HANDLE_BYTES];
+};
+
 struct dkv_link_loan {
-    uint64_t offset; /* of the file: where the loan starts */
+    uint64_t offset; /* of the file, the allocation, the reservation: where the loan starts */
     uint64_t bytes;
-    bool loose; /* to be read by pread() */
+    enum dkv_link_memory memory;
+    bool loose; /* HOST: to be read by pread() */
+    uint32_t n_chunks;
+    struct dkv_link_key key; /* CUDA_LEGACY */
+};
+
+struct dkv_link_chunk {
+    uint64_t offset, bytes;
 };
 
 struct dkv_link_run {
@@ -75,6 +97,7 @@ struct dkv_link_msg {
     union {
         struct dkv_link_start start;
         struct dkv_link_loan loan;
+        struct dkv_link_chunk chunk;
         struct dkv_link_run run;
         struct dkv_link_done done;
         struct dkv_engine_info up;

@@ -8,9 +8,11 @@
 #include "server/loan.h"
 
 #include "proto/memfd.h"
+#include "proto/wire.h"
 
 #include <fcntl.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -21,6 +23,22 @@ static bool has_all_pages(int fd, uint64_t bytes)
 {
     struct stat st;
     return fstat(fd, &st) == 0 && (uint64_t)st.st_blocks >= bytes / BLOCK_BYTES;
+}
+
+static void reserve(struct dkv_loan *loan)
+{
+    void *base = mmap(NULL, loan->bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+                      0);
+    loan->base = base != MAP_FAILED ? base : NULL;
+}
+
+static enum dkv_status give_up(struct dkv_loan *loan, struct dkv_error *err)
+{
+    const char *what = loan->base == NULL ? "addresses" : "file descriptor";
+    const uint64_t bytes = loan->bytes;
+    dkv_loan_free(loan);
+    return dkv_error_set(err, DKV_E_NOMEM, "region: no %s for %llu bytes", what,
+                         (unsigned long long)bytes);
 }
 
 enum dkv_status dkv_loan_new(int fd, uint64_t offset, uint64_t bytes, struct dkv_loan **loan_out,
@@ -40,18 +58,79 @@ enum dkv_status dkv_loan_new(int fd, uint64_t offset, uint64_t bytes, struct dkv
     *loan = (struct dkv_loan){.fd = fcntl(fd, F_DUPFD_CLOEXEC, 0),
                               .offset = offset,
                               .bytes = bytes,
+                              .device = DKV_LOAN_EVERYWHERE,
                               .loose = info.kind != DKV_MEMFD_SEALED ||
                                        !has_all_pages(fd, info.bytes)};
-    void *base = mmap(NULL, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    loan->base = base != MAP_FAILED ? base : NULL;
-    if (loan->fd < 0 || loan->base == NULL) {
+    reserve(loan);
+    if (loan->fd < 0 || loan->base == NULL)
+        return give_up(loan, err);
+    *loan_out = loan;
+    return DKV_OK;
+}
+
+enum dkv_status dkv_loan_new_cuda(const struct dkv_wire_region *wire, const int *fds,
+                                  uint64_t owner, uint32_t device, struct dkv_loan **loan_out,
+                                  struct dkv_error *err)
+{
+    struct dkv_loan *loan = calloc(1, sizeof(*loan));
+    struct dkv_loan_chunk *chunks = calloc(wire->n_chunks + 1u, sizeof(*chunks));
+    if (loan == NULL || chunks == NULL) {
+        free(loan);
+        free(chunks);
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for a region");
+    }
+    *loan = (struct dkv_loan){
+        .memory = wire->kind == DKV_WIRE_REGION_CUDA_LEGACY ? DKV_LINK_CUDA_LEGACY
+                                                            : DKV_LINK_CUDA_VMM,
+        .device = device,
+        .fd = -1,
+        .offset = wire->offset,
+        .bytes = wire->bytes,
+        .key = {.owner = owner, .generation = wire->generation},
+        .chunks = chunks,
+        .n_chunks = wire->n_chunks,
+    };
+    memcpy(loan->key.handle, wire->handle, sizeof(loan->key.handle));
+    bool have_all = true;
+    for (uint32_t i = 0; i < loan->n_chunks; i++) {
+        struct dkv_wire_chunk chunk;
+        dkv_wire_get_chunk(wire->chunks, i, &chunk);
+        chunks[i] = (struct dkv_loan_chunk){chunk.offset, chunk.bytes,
+                                            fcntl(fds[i], F_DUPFD_CLOEXEC, 0)};
+        have_all = have_all && chunks[i].fd >= 0;
+    }
+    reserve(loan);
+    if (!have_all || loan->base == NULL)
+        return give_up(loan, err);
+    if (loan->n_chunks > 0 && dkv_loan_end(loan, 0) == 0) {
         dkv_loan_free(loan);
-        return dkv_error_set(err, DKV_E_NOMEM, "region: no %s for %llu bytes",
-                             base == MAP_FAILED ? "addresses" : "file descriptor",
-                             (unsigned long long)bytes);
+        return dkv_error_set(err, DKV_E_INVALID, "region: offset %llu is in none of its chunks",
+                             (unsigned long long)wire->offset);
     }
     *loan_out = loan;
     return DKV_OK;
+}
+
+uint64_t dkv_loan_end(const struct dkv_loan *loan, uint64_t offset)
+{
+    uint64_t end = 0; /* of the run of adjacent chunks that holds the byte */
+    if (offset >= loan->bytes)
+        return 0;
+    if (loan->n_chunks == 0)
+        return loan->bytes;
+    for (uint32_t i = 0; i < loan->n_chunks; i++) {
+        const struct dkv_loan_chunk *chunk = &loan->chunks[i];
+        const uint64_t chunk_end = chunk->offset + chunk->bytes;
+        if (end != 0 && chunk->offset != end)
+            break;
+        if (end != 0 ||
+            (chunk->offset <= loan->offset + offset && loan->offset + offset < chunk_end))
+            end = chunk_end;
+    }
+    if (end == 0)
+        return 0;
+    end -= loan->offset;
+    return end < loan->bytes ? end : loan->bytes;
 }
 
 void dkv_loan_free(struct dkv_loan *loan)
@@ -60,12 +139,16 @@ void dkv_loan_free(struct dkv_loan *loan)
         munmap((void *)(uintptr_t)loan->base, loan->bytes);
     if (loan->fd >= 0)
         close(loan->fd);
+    for (uint32_t i = 0; i < loan->n_chunks; i++)
+        if (loan->chunks[i].fd >= 0)
+            close(loan->chunks[i].fd);
+    free(loan->chunks);
     free(loan);
 }
 
 enum dkv_loan_kind dkv_loan_kind_of(const struct dkv_loan *loan)
 {
-    return loan->loose ? DKV_LOAN_LOOSE : DKV_LOAN_SEALED;
+    return dkv_loan_on_gpu(loan) ? DKV_LOAN_DEVICE : loan->loose ? DKV_LOAN_LOOSE : DKV_LOAN_SEALED;
 }
 
 struct dkv_link_range dkv_loan_range(const struct dkv_loan *loan)

@@ -26,15 +26,10 @@ static void on_attached(struct dkv_loan *loan, void *owner, const struct dkv_err
     settle(owner, error);
 }
 
-/* Lends the memory behind `fd`. */
-static enum dkv_status lend(struct dkv_region *region, const struct dkv_wire_region *wire, int fd,
-                            struct dkv_error *err)
+static enum dkv_status lend_file(struct dkv_region *region, const struct dkv_wire_region *wire,
+                                 int fd, struct dkv_error *err)
 {
     struct dkv_memfd_info info;
-    if (wire->kind != DKV_WIRE_REGION_MEMFD)
-        return dkv_error_set(err, DKV_E_UNSUPPORTED,
-                             "region: this daemon takes host memory (memfd) only: no CUDA worker "
-                             "is there that could import GPU memory");
     enum dkv_status status = dkv_memfd_inspect(fd, &info, err);
     if (status == DKV_OK && wire->writable && !info.writable)
         status = dkv_error_set(err, DKV_E_INVALID,
@@ -42,16 +37,35 @@ static enum dkv_status lend(struct dkv_region *region, const struct dkv_wire_reg
                                "writing");
     if (status != DKV_OK)
         return status;
-    region->generation = wire->generation;
-    region->attached = true;
-    region->writable = wire->writable != 0;
-    region->bytes = wire->bytes;
     return dkv_backend_attach(region->backend, fd, wire->offset, wire->bytes, on_attached, region,
                               &region->loan, err);
 }
 
-enum dkv_status dkv_region_new(struct dkv_backend *backend, const struct dkv_wire_region *wire,
-                               int fd, dkv_region_settled_fn on_settled, void *owner,
+/* Lends the memory that was passed. on_attached may be called within, so the region is attached
+ * before. */
+static enum dkv_status lend(struct dkv_region *region, const struct dkv_region_source *source,
+                            struct dkv_error *err)
+{
+    const struct dkv_wire_region *wire = source->wire;
+    const bool on_gpu = wire->kind != DKV_WIRE_REGION_MEMFD;
+    if (on_gpu && wire->writable)
+        return dkv_error_set(err, DKV_E_UNSUPPORTED,
+                             "region: results are written into host memory (memfd) only");
+    if (wire->kind == DKV_WIRE_REGION_CUDA_LEGACY && !source->trusted)
+        return dkv_error_set(err, DKV_E_DENIED,
+                             "region: legacy CUDA handles are taken from the daemon's own user "
+                             "only, since they carry no rights: pass VMM descriptors");
+    region->generation = wire->generation;
+    region->attached = true;
+    region->writable = wire->writable != 0;
+    region->bytes = wire->bytes;
+    return on_gpu ? dkv_backend_attach_cuda(region->backend, wire, source->fds, source->connection,
+                                            on_attached, region, &region->loan, err)
+                  : lend_file(region, wire, source->fds[0], err);
+}
+
+enum dkv_status dkv_region_new(struct dkv_backend *backend, const struct dkv_region_source *source,
+                               dkv_region_settled_fn on_settled, void *owner,
                                struct dkv_region **region_out, struct dkv_error *err)
 {
     struct dkv_region *region = calloc(1, sizeof(*region));
@@ -62,24 +76,25 @@ enum dkv_status dkv_region_new(struct dkv_backend *backend, const struct dkv_wir
     region->on_settled = on_settled;
     region->owner = owner;
     *region_out = region;
-    const enum dkv_status status = lend(region, wire, fd, err);
+    const enum dkv_status status = lend(region, source, err);
     if (status != DKV_OK)
         free(region);
     return status;
 }
 
-enum dkv_status dkv_region_attach(struct dkv_region *region, const struct dkv_wire_region *wire,
-                                  int fd, dkv_region_settled_fn on_settled, void *owner,
+enum dkv_status dkv_region_attach(struct dkv_region *region, const struct dkv_region_source *source,
+                                  dkv_region_settled_fn on_settled, void *owner,
                                   struct dkv_error *err)
 {
+    const uint32_t generation = source->wire->generation;
     if (region->attached || region->loan != NULL)
         return dkv_error_set(err, DKV_E_INVALID, "region: it is not detached");
-    if (wire->generation <= region->generation)
+    if (generation <= region->generation)
         return dkv_error_set(err, DKV_E_INVALID, "region: generation %u is not above %u",
-                             wire->generation, region->generation);
+                             generation, region->generation);
     region->on_settled = on_settled;
     region->owner = owner;
-    const enum dkv_status status = lend(region, wire, fd, err);
+    const enum dkv_status status = lend(region, source, err);
     if (status != DKV_OK) {
         region->attached = false;
         region->on_settled = NULL;
@@ -148,7 +163,7 @@ void dkv_region_unuse(struct dkv_region *region)
 enum dkv_status dkv_region_read(const struct dkv_region *region, uint64_t offset, void *to,
                                 uint64_t bytes, struct dkv_error *err)
 {
-    assert(dkv_range_fits(offset, bytes, region->bytes));
+    assert(dkv_range_fits(offset, bytes, region->bytes) && !dkv_loan_on_gpu(region->loan));
     return dkv_memfd_read(region->loan->fd, region->loan->offset + offset, to, bytes, err);
 }
 
@@ -156,7 +171,7 @@ enum dkv_status dkv_region_write(const struct dkv_region *region, uint64_t offse
                                  uint64_t bytes, struct dkv_error *err)
 {
     const uint8_t *next = from;
-    assert(dkv_range_fits(offset, bytes, region->bytes));
+    assert(dkv_range_fits(offset, bytes, region->bytes) && !dkv_loan_on_gpu(region->loan));
     while (bytes > 0) {
         const ssize_t n = pwrite(region->loan->fd, next, bytes,
                                  (off_t)(region->loan->offset + offset));

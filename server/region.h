@@ -2,7 +2,8 @@
  *
  * Workers read the loan in place (loan.h). The front itself touches no mapping of a client's: the
  * few bytes that it needs (a fence's slot, query rows around the end of a ring) it reads by
- * pread(), and answers it writes by pwrite(), neither of which can fault.
+ * pread(), and answers it writes by pwrite(), neither of which can fault. Memory of a GPU it cannot
+ * touch at all: a fence, an output, or a ring that is read around its end must be host memory.
  *
  * A region is counted: its session holds one reference, every request in flight that names it
  * another and a use. detach() takes the memory away from new requests; when the last use has ended
@@ -36,15 +37,23 @@ struct dkv_region {
     void *owner;
 };
 
-/* A new region over `fd`, which stays the caller's. on_settled may be called within. */
-enum dkv_status dkv_region_new(struct dkv_backend *backend, const struct dkv_wire_region *wire,
-                               int fd, dkv_region_settled_fn on_settled, void *owner,
+/* What a client passed. */
+struct dkv_region_source {
+    const struct dkv_wire_region *wire;
+    const int *fds;      /* as many as belong to it; they stay the caller's */
+    uint64_t connection; /* a number of its own for each */
+    bool trusted;        /* of the daemon's own user */
+};
+
+/* A new region. on_settled may be called within. */
+enum dkv_status dkv_region_new(struct dkv_backend *backend, const struct dkv_region_source *source,
+                               dkv_region_settled_fn on_settled, void *owner,
                                struct dkv_region **region_out, struct dkv_error *err);
 
 /* Gives a detached region its memory back. INVALID unless it was let go of and the generation
  * grew. */
-enum dkv_status dkv_region_attach(struct dkv_region *region, const struct dkv_wire_region *wire,
-                                  int fd, dkv_region_settled_fn on_settled, void *owner,
+enum dkv_status dkv_region_attach(struct dkv_region *region, const struct dkv_region_source *source,
+                                  dkv_region_settled_fn on_settled, void *owner,
                                   struct dkv_error *err);
 
 /* on_settled (or NULL) may be called within. It must be attached and settled. */
@@ -66,8 +75,13 @@ static inline const void *dkv_region_base(const struct dkv_region *region)
     return dkv_loan_base(region->loan);
 }
 
-/* Copies [offset, offset + bytes) from or to the region. The range must lie inside it, and a use be
- * held. INVALID if its owner has cut the file short. */
+static inline bool dkv_region_on_gpu(const struct dkv_region *region)
+{
+    return dkv_loan_on_gpu(region->loan);
+}
+
+/* Copies [offset, offset + bytes) from or to a region of host memory. The range must lie inside it,
+ * and a use be held. INVALID if its owner has cut the file short. */
 enum dkv_status dkv_region_read(const struct dkv_region *region, uint64_t offset, void *to,
                                 uint64_t bytes, struct dkv_error *err);
 enum dkv_status dkv_region_write(const struct dkv_region *region, uint64_t offset, const void *from,

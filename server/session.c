@@ -23,12 +23,15 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#define MESSAGES_PER_TURN  64u
-#define BULK_PER_TURN      (UINT64_C(16) << 20)
-#define ERROR_BYTES        (16 + DKV_WIRE_TEXT_MAX)
-#define TIMER_MS           250u
-#define FEATURES           (DKV_WIRE_FEATURE_MEMFD | DKV_WIRE_FEATURE_OUTPUT | DKV_WIRE_FEATURE_FENCE)
-#define DEVICE_NAME_PREFIX "cuda"
+#define MESSAGES_PER_TURN 64u
+#define BULK_PER_TURN     (UINT64_C(16) << 20)
+#define ERROR_BYTES       (16 + DKV_WIRE_TEXT_MAX)
+#define TIMER_MS          250u
+#define HOST_FEATURES     (DKV_WIRE_FEATURE_MEMFD | DKV_WIRE_FEATURE_OUTPUT | DKV_WIRE_FEATURE_FENCE)
+#define GPU_FEATURES      (DKV_WIRE_FEATURE_CUDA_LEGACY | DKV_WIRE_FEATURE_CUDA_VMM)
+#define WELCOME_BYTES     48u
+#define WELCOME_BYTES_MAX \
+    (WELCOME_BYTES + DKV_ADMISSION_DEVICES_MAX * DKV_WIRE_DEVICE_BYTES + DKV_WIRE_ABOUT_MAX)
 
 /* A small message that did not fit. */
 struct kept {
@@ -233,12 +236,31 @@ static size_t put_about(const struct dkv_server *server, uint8_t about[DKV_WIRE_
     return dkv_wire_put_about(about, texts);
 }
 
+/* The devices' records, and whether one is a GPU. */
+static unsigned list_devices(const struct dkv_server *server, uint8_t *records, bool *any_gpu_out)
+{
+    static const uint8_t none[DKV_UUID_BYTES];
+    uint8_t uuids[DKV_ADMISSION_DEVICES_MAX][DKV_UUID_BYTES];
+    const unsigned n = dkv_backend_uuids(server->backend, uuids);
+    *any_gpu_out = false;
+    for (unsigned d = 0; d < n; d++) {
+        struct dkv_wire_device device = {.kind = DKV_WIRE_DEVICE_CPU};
+        memcpy(device.uuid, uuids[d], sizeof(device.uuid));
+        if (memcmp(uuids[d], none, sizeof(none)) != 0)
+            device.kind = DKV_WIRE_DEVICE_CUDA;
+        *any_gpu_out |= device.kind == DKV_WIRE_DEVICE_CUDA;
+        records += dkv_wire_put_device(records, &device);
+    }
+    return n;
+}
+
 static void greet(struct dkv_session *session, const struct dkv_wire_conn_message *message)
 {
     struct dkv_error err = {0};
     struct dkv_wire_hello hello;
-    uint8_t payload[48 + DKV_WIRE_DEVICE_BYTES + DKV_WIRE_ABOUT_MAX];
+    uint8_t payload[WELCOME_BYTES_MAX];
     uint8_t about[DKV_WIRE_ABOUT_MAX];
+    bool any_gpu;
     const struct dkv_server *server = session->all->server;
     enum dkv_status status = DKV_OK;
     if (message->header.type != DKV_WIRE_HELLO)
@@ -255,25 +277,24 @@ static void greet(struct dkv_session *session, const struct dkv_wire_conn_messag
         dkv_session_violation(session, message->header.id, &err);
         return;
     }
-    const bool on_gpu = strncmp(server->engine_info.backend, DEVICE_NAME_PREFIX,
-                                strlen(DEVICE_NAME_PREFIX)) == 0;
+    const unsigned n_devices = list_devices(server, payload + WELCOME_BYTES, &any_gpu);
+    uint32_t features = HOST_FEATURES | (any_gpu ? GPU_FEATURES : 0);
+    if (!session->trusted)
+        features &= ~(uint32_t)DKV_WIRE_FEATURE_CUDA_LEGACY;
     const struct dkv_wire_welcome welcome = {
         .magic = DKV_WIRE_MAGIC,
         .version = DKV_WIRE_VERSION,
-        .n_devices = 1,
-        .features = hello.features & FEATURES,
+        .n_devices = (uint16_t)n_devices,
+        .features = hello.features & features,
         .about_bytes = (uint16_t)put_about(server, about),
         .instance = session->all->instance,
         .max_regions = DKV_SESSION_REGIONS,
         .max_caches = DKV_SESSION_CACHES,
         .max_in_flight = DKV_SESSION_IN_FLIGHT,
-        .max_fds = DKV_SESSION_REGIONS,
+        .max_fds = DKV_SESSION_FDS,
         .max_bulk_bytes = server->max_body_bytes,
     };
-    const struct dkv_wire_device device = {.kind = on_gpu ? DKV_WIRE_DEVICE_CUDA
-                                                          : DKV_WIRE_DEVICE_CPU};
-    size_t n = dkv_wire_put_welcome(payload, &welcome);
-    n += dkv_wire_put_device(payload + n, &device);
+    size_t n = dkv_wire_put_welcome(payload, &welcome) + n_devices * DKV_WIRE_DEVICE_BYTES;
     memcpy(payload + n, about, welcome.about_bytes);
     n += welcome.about_bytes;
     session->greeted = true;
@@ -458,7 +479,8 @@ static enum dkv_status init_parts(struct dkv_session *session, struct dkv_backen
     return status == DKV_OK ? dkv_slots_init(&session->stashes, DKV_SESSION_STASHES) : status;
 }
 
-enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, struct dkv_error *err)
+enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, bool trusted,
+                                struct dkv_error *err)
 {
     struct dkv_session *session = calloc(1, sizeof(*session));
     enum dkv_status status = session == NULL || init_parts(session, all->server->backend) != DKV_OK
@@ -476,6 +498,8 @@ enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, struct dkv_err
         return status;
     }
     session->all = all;
+    session->number = ++all->n_ever;
+    session->trusted = trusted;
     dkv_list_init(&session->asks);
     dkv_list_init(&session->ended);
     dkv_list_init(&session->sending);

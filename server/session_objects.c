@@ -114,17 +114,18 @@ static enum dkv_status find_region(struct dkv_session *session, uint32_t number,
 }
 
 /* The region may settle before its number is known, so the number is taken first. */
-static enum dkv_status add_region(struct dkv_session *session, const struct dkv_wire_region *wire,
-                                  uint64_t id, int fd, struct dkv_error *err)
+static enum dkv_status add_region(struct dkv_session *session,
+                                  const struct dkv_region_source *source, uint64_t id,
+                                  struct dkv_error *err)
 {
     const uint32_t number = slots_add(&session->regions, NULL);
     if (number == 0)
         return full("regions", session->regions.n, err);
     struct dkv_slot *slot = slot_of(&session->regions, number);
-    struct waiting *waiting = new_waiting(session, id, number, wire->generation, err);
+    struct waiting *waiting = new_waiting(session, id, number, source->wire->generation, err);
     enum dkv_status status = DKV_E_NOMEM;
     if (waiting != NULL)
-        status = dkv_region_new(session->all->server->backend, wire, fd, on_settled, waiting,
+        status = dkv_region_new(session->all->server->backend, source, on_settled, waiting,
                                 (struct dkv_region **)&slot->object, err);
     if (status != DKV_OK) {
         free(waiting);
@@ -134,9 +135,10 @@ static enum dkv_status add_region(struct dkv_session *session, const struct dkv_
 }
 
 static enum dkv_status attach_region(struct dkv_session *session,
-                                     const struct dkv_wire_region *wire, uint64_t id, int fd,
+                                     const struct dkv_region_source *source, uint64_t id,
                                      struct dkv_error *err)
 {
+    const struct dkv_wire_region *wire = source->wire;
     struct dkv_region *region = NULL;
     enum dkv_status status = find_region(session, wire->region, &region, err);
     if (status != DKV_OK)
@@ -144,10 +146,28 @@ static enum dkv_status attach_region(struct dkv_session *session,
     struct waiting *waiting = new_waiting(session, id, wire->region, wire->generation, err);
     if (waiting == NULL)
         return DKV_E_NOMEM;
-    status = dkv_region_attach(region, wire, fd, on_settled, waiting, err);
+    status = dkv_region_attach(region, source, on_settled, waiting, err);
     if (status != DKV_OK)
         free(waiting);
     return status;
+}
+
+/* Descriptors are held as long as the regions, so that a new worker can be given them. */
+static enum dkv_status check_fds(const struct dkv_session *session,
+                                 const struct dkv_wire_region *wire, struct dkv_error *err)
+{
+    uint32_t n_fds = 0;
+    for (uint32_t i = 0; i < session->regions.n; i++) {
+        const struct dkv_region *region = session->regions.slots[i].object;
+        if (region != NULL && region->loan != NULL)
+            n_fds += dkv_loan_fds(region->loan);
+    }
+    if (n_fds + wire->n_chunks <= DKV_SESSION_FDS)
+        return DKV_OK;
+    return dkv_error_set(err, DKV_E_BUSY,
+                         "region: with its %u descriptors this connection would have %u, at most "
+                         "%u are allowed",
+                         wire->n_chunks, n_fds + wire->n_chunks, DKV_SESSION_FDS);
 }
 
 static enum dkv_status take_region(struct dkv_session *session,
@@ -164,9 +184,17 @@ static enum dkv_status take_region(struct dkv_session *session,
         status = dkv_error_set(err, DKV_E_MALFORMED, "region: number %u", wire.region);
     if (status != DKV_OK)
         return status;
-    const int fd = message->header.n_fds > 0 ? message->fds[0] : -1;
-    return attach ? attach_region(session, &wire, message->header.id, fd, err)
-                  : add_region(session, &wire, message->header.id, fd, err);
+    const struct dkv_region_source source = {
+        .wire = &wire,
+        .fds = message->fds,
+        .connection = session->number,
+        .trusted = session->trusted,
+    };
+    status = check_fds(session, &wire, err);
+    if (status != DKV_OK)
+        return status;
+    return attach ? attach_region(session, &source, message->header.id, err)
+                  : add_region(session, &source, message->header.id, err);
 }
 
 static enum dkv_status release_region(struct dkv_session *session,

@@ -13,6 +13,7 @@
 
 /* Quotas of one connection. */
 #define DKV_SESSION_REGIONS   256u
+#define DKV_SESSION_FDS       512u /* of its regions */
 #define DKV_SESSION_CACHES    64u
 #define DKV_SESSION_STASHES   64u
 #define DKV_SESSION_IN_FLIGHT 256u
@@ -28,6 +29,7 @@ struct dkv_sessions {
     struct dkv_fences *fences;
     struct dkv_list sessions;
     unsigned n_sessions;
+    uint64_t n_ever;   /* numbers given to sessions */
     uint64_t instance; /* random */
 };
 
@@ -64,6 +66,8 @@ struct dkv_session_bulk {
 struct dkv_session {
     struct dkv_sessions *all;
     struct dkv_list node;
+    uint64_t number;                   /* never used twice */
+    bool trusted;                      /* the peer is the daemon's own user */
     struct dkv_backend_client *client; /* whose share of the device it uses */
     struct dkv_wire_conn *conn;        /* NULL: closed, the handles are being closed */
     uv_poll_t poll;
@@ -89,8 +93,10 @@ struct dkv_session {
 
 /* ---- session.c ---- */
 
-/* A session on a connection that was let in. Takes the descriptor, also on failure. */
-enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, struct dkv_error *err);
+/* A session on a connection that was let in; `trusted` if its peer is the daemon's own user. Takes
+ * the descriptor, also on failure. */
+enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, bool trusted,
+                                struct dkv_error *err);
 
 /* Closes the connection and gives back everything; what is left is the struct, with conn NULL,
  * until the loop's next turn. Harmless the second time. */

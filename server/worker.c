@@ -231,11 +231,18 @@ static void drop_outgoing(struct dkv_worker *worker)
     worker->last = &worker->first;
 }
 
+/* A send failed because the worker has to read first: its socket is full, or as many descriptors
+ * are on their way as this user may have open. */
+static bool lacks_room(void)
+{
+    return errno == EAGAIN || errno == ETOOMANYREFS;
+}
+
 static void flush(struct dkv_worker *worker)
 {
     while (worker->first != NULL) {
         struct outgoing *out = worker->first;
-        if (!dkv_link_send(worker->link->fd, &out->msg, out->fd) && errno == EAGAIN)
+        if (!dkv_link_send(worker->link->fd, &out->msg, out->fd) && lacks_room())
             break;
         worker->first = out->next;
         if (worker->first == NULL)
@@ -252,7 +259,7 @@ static void flush(struct dkv_worker *worker)
 static void send_message(struct dkv_worker *worker, const struct dkv_link_msg *msg, int fd)
 {
     assert(worker->up);
-    if (worker->first == NULL && (dkv_link_send(worker->link->fd, msg, fd) || errno != EAGAIN))
+    if (worker->first == NULL && (dkv_link_send(worker->link->fd, msg, fd) || !lacks_room()))
         return;
     struct outgoing *out = malloc(sizeof(*out));
     const int own = fd >= 0 ? fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
@@ -275,11 +282,11 @@ void dkv_worker_launch(struct dkv_worker *worker, struct dkv_run *run)
     if (!uv_is_active((uv_handle_t *)&worker->watch))
         watch(worker);
     struct dkv_link_msg msg = {.type = DKV_LINK_RUN};
-    for (unsigned i = 0; i < run->n_jobs; i++)
-        worker->tables[slot][i] = dkv_arena_offset(worker->arena, run->jobs[i]->descriptor);
+    for (unsigned i = 0; i < run->n_parts; i++)
+        worker->tables[slot][i] = dkv_arena_offset(worker->arena, run->parts[i].descriptor);
     msg.run = (struct dkv_link_run){
         .slot = slot,
-        .n_jobs = run->n_jobs,
+        .n_jobs = run->n_parts,
         .jobs = dkv_arena_offset(worker->arena, worker->tables[slot]),
         .more = run->batch->backlog,
     };
@@ -289,8 +296,20 @@ void dkv_worker_launch(struct dkv_worker *worker, struct dkv_run *run)
 void dkv_worker_attach(struct dkv_worker *worker, const struct dkv_loan *loan)
 {
     struct dkv_link_msg msg = {.type = DKV_LINK_ATTACH, .number = loan->number};
-    msg.loan = (struct dkv_link_loan){loan->offset, loan->bytes, loan->loose};
+    msg.loan = (struct dkv_link_loan){
+        .offset = loan->offset,
+        .bytes = loan->bytes,
+        .memory = loan->memory,
+        .loose = loan->loose,
+        .n_chunks = loan->n_chunks,
+        .key = loan->key,
+    };
     send_message(worker, &msg, loan->fd);
+    for (uint32_t i = 0; i < loan->n_chunks; i++) {
+        msg = (struct dkv_link_msg){.type = DKV_LINK_CHUNK, .number = loan->number};
+        msg.chunk = (struct dkv_link_chunk){loan->chunks[i].offset, loan->chunks[i].bytes};
+        send_message(worker, &msg, loan->chunks[i].fd);
+    }
 }
 
 void dkv_worker_detach(struct dkv_worker *worker, const struct dkv_loan *loan)

@@ -24,11 +24,17 @@
 
 struct dkv_worker;
 
+/* A job's blocks in a batch: all of them, or those whose memory the device holds. */
+struct dkv_run_part {
+    struct dkv_job *job;
+    struct dkv_link_job *descriptor;
+};
+
 /* One batch on its way. */
 struct dkv_run {
     struct dkv_admission_batch *batch; /* NULL: this place is free */
-    struct dkv_job **jobs;             /* [n_jobs] */
-    unsigned n_jobs;
+    struct dkv_run_part *parts;        /* [n_parts] */
+    unsigned n_parts;
     uint64_t started_ns, finished_ns; /* with done() */
 };
 

@@ -211,20 +211,45 @@ static void run(struct worker *worker, const struct dkv_link_run *message)
 
 /* ---- messages ---- */
 
+/* ATTACH, or the next CHUNK of one. */
 static void attach(struct worker *worker, const struct dkv_link_msg *msg, int fd)
 {
     struct dkv_link_msg answer = {.type = DKV_LINK_ATTACHED, .number = msg->number};
-    answer.status = dkv_worker_memory_attach(&worker->memory, msg->number, fd, &msg->loan,
-                                             &answer.error);
+    bool more = false;
+    if (msg->type == DKV_LINK_ATTACH)
+        answer.status = dkv_worker_memory_attach(&worker->memory, msg->number, fd, &msg->loan,
+                                                 &more, &answer.error);
+    else
+        answer.status = dkv_worker_memory_chunk(&worker->memory, msg->number, fd, &msg->chunk,
+                                                &more, &answer.error);
+    if (answer.status == DKV_E_DEVICE)
+        quit(answer.error.text, EX_UNAVAILABLE);
     answer.error.status = answer.status;
+    if (!more)
+        say(&answer);
+}
+
+static void say_detached(uint32_t number)
+{
+    const struct dkv_link_msg answer = {.type = DKV_LINK_DETACHED, .number = number};
     say(&answer);
 }
 
 static void detach(struct worker *worker, const struct dkv_link_msg *msg)
 {
-    const struct dkv_link_msg answer = {.type = DKV_LINK_DETACHED, .number = msg->number};
-    dkv_worker_memory_detach(&worker->memory, msg->number);
-    say(&answer);
+    if (dkv_worker_memory_detach(&worker->memory, msg->number))
+        say_detached(msg->number);
+}
+
+/* Unmaps the GPU memory that waits longest for it. Nothing is in flight. */
+static void release_one(struct worker *worker)
+{
+    uint32_t number;
+    struct dkv_error err = {0};
+    if (dkv_imports_release(&worker->memory.imports, &number, &err) != DKV_OK)
+        quit(err.text, EX_UNAVAILABLE);
+    if (number != 0)
+        say_detached(number);
 }
 
 /* Waits for a message, at most `wait_us` unless that is negative. */
@@ -250,7 +275,8 @@ static bool take(struct worker *worker, bool *open)
         return false;
     }
     switch (msg.type) {
-    case DKV_LINK_ATTACH: attach(worker, &msg, fd); return false;
+    case DKV_LINK_ATTACH:
+    case DKV_LINK_CHUNK: attach(worker, &msg, fd); return false;
     case DKV_LINK_DETACH: detach(worker, &msg); return false;
     case DKV_LINK_PING: say(&(struct dkv_link_msg){.type = DKV_LINK_PONG}); return false;
     case DKV_LINK_RUN: run(worker, &msg.run); return msg.run.more;
@@ -259,15 +285,24 @@ static bool take(struct worker *worker, bool *open)
     return false;
 }
 
+/* GPU memory that clients have given up is unmapped between batches, when none is in flight and no
+ * message waits; a device that is never idle is let run empty for it before long. */
 static void serve(struct worker *worker)
 {
     unsigned room = worker->ops->max_in_flight;
     bool more = false, open = true;
     room = room < DKV_ADMISSION_FLIGHT_MAX ? room : DKV_ADMISSION_FLIGHT_MAX;
     while (open) {
+        const uint64_t due_ns = dkv_imports_due_ns(&worker->memory.imports);
+        const bool overdue = due_ns != UINT64_MAX && dkv_clock_ns() >= due_ns;
         if (worker->n_in_flight == 0) {
+            if (overdue || (due_ns != UINT64_MAX && !message_within(0))) {
+                release_one(worker);
+                continue;
+            }
             more = take(worker, &open); /* which waits */
-        } else if (worker->n_in_flight < room && message_within(more ? MORE_WAIT_US : 0)) {
+        } else if (worker->n_in_flight < room && !overdue &&
+                   message_within(more ? MORE_WAIT_US : 0)) {
             more = take(worker, &open);
         } else {
             finish_oldest(worker);
@@ -299,6 +334,8 @@ static enum dkv_status open_engine(struct worker *worker, struct dkv_error *err)
                                              err);
     if (status == DKV_OK)
         status = worker->ops->open(&config, &worker->engine, err);
+    if (status == DKV_OK)
+        dkv_imports_init(&worker->memory.imports, worker->ops, worker->engine);
     if (status == DKV_OK && !make_batches(worker))
         status = dkv_error_set(err, DKV_E_NOMEM, "worker: out of memory");
     return status;
@@ -329,13 +366,16 @@ static enum dkv_status begin(struct worker *worker, struct dkv_error *err)
 
 static void end(struct worker *worker)
 {
+    struct dkv_error ignored;
+    for (; worker->n_in_flight > 0; worker->n_in_flight--)
+        (void)worker->ops->wait(worker->engine, &ignored);
+    dkv_worker_memory_close(&worker->memory); /* which releases what the engine mapped */
     if (worker->engine != NULL)
         worker->ops->close(worker->engine);
     for (unsigned i = 0; i < DKV_ADMISSION_FLIGHT_MAX; i++) {
         free(worker->batches[i].items);
         free(worker->batches[i].blocks);
     }
-    dkv_worker_memory_close(&worker->memory);
 }
 
 int dkv_worker_main(void)

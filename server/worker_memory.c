@@ -5,7 +5,9 @@
 #include "server/worker_memory.h"
 
 #include "proto/memfd.h"
+#include "server/clock.h"
 
+#include <assert.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -38,11 +40,23 @@ static void let_go(struct dkv_held *held)
     *held = (struct dkv_held){.fd = -1};
 }
 
+static void forget_arriving(struct dkv_arriving *arriving)
+{
+    for (uint32_t i = 0; arriving->chunks != NULL && i < arriving->n_come; i++)
+        if (arriving->chunks[i].fd >= 0)
+            close(arriving->chunks[i].fd);
+    free(arriving->chunks);
+    *arriving = (struct dkv_arriving){0};
+}
+
 void dkv_worker_memory_close(struct dkv_worker_memory *memory)
 {
     for (uint32_t i = 0; i < memory->n_held; i++)
-        let_go(&memory->held[i]);
+        if (memory->held[i].imported == NULL)
+            let_go(&memory->held[i]);
     free(memory->held);
+    forget_arriving(&memory->arriving);
+    dkv_imports_fini(&memory->imports);
     dkv_readers_close(memory->readers);
     if (memory->arena != NULL)
         munmap(memory->arena, memory->arena_bytes);
@@ -65,6 +79,13 @@ static struct dkv_held *place_for(struct dkv_worker_memory *memory, uint32_t num
     return &memory->held[index];
 }
 
+static struct dkv_held *loan_of(struct dkv_worker_memory *memory, uint32_t number)
+{
+    if (number < DKV_LINK_LOANS || number - DKV_LINK_LOANS >= memory->n_held)
+        return NULL;
+    return &memory->held[number - DKV_LINK_LOANS];
+}
+
 static enum dkv_status make_shadow(struct dkv_held *held, const struct dkv_link_loan *loan,
                                    struct dkv_error *err)
 {
@@ -77,15 +98,12 @@ static enum dkv_status make_shadow(struct dkv_held *held, const struct dkv_link_
     return DKV_OK;
 }
 
-enum dkv_status dkv_worker_memory_attach(struct dkv_worker_memory *memory, uint32_t number, int fd,
-                                         const struct dkv_link_loan *loan, struct dkv_error *err)
+static enum dkv_status attach_file(struct dkv_worker_memory *memory, struct dkv_held *held, int fd,
+                                   const struct dkv_link_loan *loan, struct dkv_error *err)
 {
     void *base = NULL;
-    enum dkv_status status = DKV_E_NOMEM;
-    struct dkv_held *held = place_for(memory, number);
-    if (held == NULL) {
-        dkv_error_set(err, status, "region: out of memory");
-    } else if (loan->loose) {
+    enum dkv_status status;
+    if (loan->loose) {
         status = make_shadow(held, loan, err);
     } else {
         status = dkv_memfd_map(fd, loan->offset, loan->bytes, false, &base, err);
@@ -106,17 +124,85 @@ enum dkv_status dkv_worker_memory_attach(struct dkv_worker_memory *memory, uint3
     return status;
 }
 
-void dkv_worker_memory_detach(struct dkv_worker_memory *memory, uint32_t number)
+static enum dkv_status attach_gpu(struct dkv_worker_memory *memory, struct dkv_held *held,
+                                  const struct dkv_link_loan *loan,
+                                  const struct dkv_import_chunk *chunks, struct dkv_error *err)
 {
-    if (number - DKV_LINK_LOANS < memory->n_held)
-        let_go(&memory->held[number - DKV_LINK_LOANS]);
+    const void *base = NULL;
+    const enum dkv_status status = dkv_imports_attach(&memory->imports, loan, chunks,
+                                                      &held->imported, &base, err);
+    if (status == DKV_OK) {
+        held->base = (unsigned char *)(uintptr_t)base;
+        held->bytes = loan->bytes;
+    }
+    return status;
 }
 
-static struct dkv_held *loan_of(struct dkv_worker_memory *memory, uint32_t number)
+/* From now on chunks are expected. */
+static enum dkv_status expect_chunks(struct dkv_worker_memory *memory, uint32_t number,
+                                     const struct dkv_link_loan *loan, struct dkv_error *err)
 {
-    if (number < DKV_LINK_LOANS || number - DKV_LINK_LOANS >= memory->n_held)
-        return NULL;
-    return &memory->held[number - DKV_LINK_LOANS];
+    struct dkv_import_chunk *chunks = calloc(loan->n_chunks, sizeof(*chunks));
+    memory->arriving = (struct dkv_arriving){.number = number, .loan = *loan, .chunks = chunks};
+    return chunks != NULL ? DKV_OK : dkv_error_set(err, DKV_E_NOMEM, "region: out of memory");
+}
+
+enum dkv_status dkv_worker_memory_attach(struct dkv_worker_memory *memory, uint32_t number, int fd,
+                                         const struct dkv_link_loan *loan, bool *more_out,
+                                         struct dkv_error *err)
+{
+    struct dkv_held *held = place_for(memory, number);
+    *more_out = loan->memory == DKV_LINK_CUDA_VMM;
+    if (*more_out) /* without memory for them the last chunk reports it */
+        return expect_chunks(memory, number, loan, err);
+    if (held == NULL) {
+        if (fd >= 0)
+            close(fd);
+        return dkv_error_set(err, DKV_E_NOMEM, "region: out of memory");
+    }
+    return loan->memory == DKV_LINK_HOST ? attach_file(memory, held, fd, loan, err)
+                                         : attach_gpu(memory, held, loan, NULL, err);
+}
+
+/* Once imported, the memory needs its descriptors no more: open, they would keep it allocated. */
+enum dkv_status dkv_worker_memory_chunk(struct dkv_worker_memory *memory, uint32_t number, int fd,
+                                        const struct dkv_link_chunk *chunk, bool *more_out,
+                                        struct dkv_error *err)
+{
+    struct dkv_arriving *arriving = &memory->arriving;
+    struct dkv_held *held = place_for(memory, number);
+    assert(arriving->number == number && arriving->n_come < arriving->loan.n_chunks);
+    if (arriving->chunks == NULL) {
+        if (fd >= 0)
+            close(fd);
+    } else {
+        arriving->chunks[arriving->n_come] = (struct dkv_import_chunk){chunk->offset, chunk->bytes,
+                                                                       fd};
+    }
+    *more_out = ++arriving->n_come < arriving->loan.n_chunks;
+    if (*more_out)
+        return DKV_OK;
+    enum dkv_status status = DKV_E_NOMEM;
+    if (held == NULL || arriving->chunks == NULL)
+        dkv_error_set(err, status, "region: out of memory");
+    else
+        status = attach_gpu(memory, held, &arriving->loan, arriving->chunks, err);
+    forget_arriving(arriving);
+    return status;
+}
+
+bool dkv_worker_memory_detach(struct dkv_worker_memory *memory, uint32_t number)
+{
+    struct dkv_held *held = loan_of(memory, number);
+    if (held == NULL)
+        return true;
+    struct dkv_imported *imported = held->imported;
+    if (imported == NULL) {
+        let_go(held);
+        return true;
+    }
+    *held = (struct dkv_held){.fd = -1};
+    return dkv_imports_detach(&memory->imports, imported, number, dkv_clock_ns());
 }
 
 const void *dkv_worker_memory_find(void *owner, uint32_t number)

@@ -11,6 +11,7 @@
 #ifndef DKV_SERVER_WORKER_MEMORY_H
 #define DKV_SERVER_WORKER_MEMORY_H
 
+#include "server/imports.h"
 #include "server/link.h"
 #include "server/readers.h"
 
@@ -20,7 +21,16 @@ struct dkv_held {
     uint64_t offset; /* of the file */
     int fd;          /* loose: kept for reading; else -1 */
     uint64_t staged_bytes;
-    struct dkv_readers *readers; /* the worker's */
+    struct dkv_readers *readers;   /* the worker's */
+    struct dkv_imported *imported; /* GPU memory, `base` is the device's; else NULL */
+};
+
+/* GPU memory whose chunks have not all come. */
+struct dkv_arriving {
+    uint32_t number; /* 0: none */
+    struct dkv_link_loan loan;
+    uint32_t n_come;
+    struct dkv_import_chunk *chunks; /* [loan.n_chunks] */
 };
 
 struct dkv_worker_memory {
@@ -29,16 +39,24 @@ struct dkv_worker_memory {
     struct dkv_held *held; /* [n_held], by number - DKV_LINK_LOANS */
     uint32_t n_held;
     struct dkv_readers *readers; /* made with the first loose loan */
+    struct dkv_arriving arriving;
+    struct dkv_imports imports; /* to be initialised when the engine is open */
 };
 
 enum dkv_status dkv_worker_memory_open(struct dkv_worker_memory *memory, int arena_fd,
                                        uint64_t arena_bytes, struct dkv_error *err);
 void dkv_worker_memory_close(struct dkv_worker_memory *memory);
 
-/* Takes the fd, also on failure. */
+/* Takes the fd, also on failure. *more_out: chunks follow, and the last one decides. */
 enum dkv_status dkv_worker_memory_attach(struct dkv_worker_memory *memory, uint32_t number, int fd,
-                                         const struct dkv_link_loan *loan, struct dkv_error *err);
-void dkv_worker_memory_detach(struct dkv_worker_memory *memory, uint32_t number);
+                                         const struct dkv_link_loan *loan, bool *more_out,
+                                         struct dkv_error *err);
+enum dkv_status dkv_worker_memory_chunk(struct dkv_worker_memory *memory, uint32_t number, int fd,
+                                        const struct dkv_link_chunk *chunk, bool *more_out,
+                                        struct dkv_error *err);
+
+/* False: it is GPU memory that is let go of later, by dkv_imports_release(). */
+bool dkv_worker_memory_detach(struct dkv_worker_memory *memory, uint32_t number);
 
 /* A dkv_link_find_fn; owner is the dkv_worker_memory. */
 const void *dkv_worker_memory_find(void *owner, uint32_t number);

@@ -15,7 +15,7 @@
 #include <string.h>
 
 #include "kernels/cpu/threads.h"
-#include "kernels/cuda/host.h"
+#include "kernels/cuda/import.h"
 
 #ifndef DKV_CUDA_ARCHS
 #define DKV_CUDA_ARCHS "unknown"
@@ -100,6 +100,7 @@ static enum dkv_status find_device(struct dkv_cu_engine *engine, int ordinal, st
     device->multiprocessors = prop.multiProcessorCount;
     device->shared_bytes_max = (int)prop.sharedMemPerBlockOptin;
     device->l2_bytes = prop.l2CacheSize;
+    memcpy(engine->uuid, &prop.uuid, sizeof(engine->uuid));
     snprintf(device->name, sizeof(device->name), "%.95s", prop.name);
     return DKV_OK;
 }
@@ -345,6 +346,7 @@ static void cuda_info(const struct dkv_engine *opaque, struct dkv_engine_info *i
     };
     snprintf(info_out->backend, sizeof(info_out->backend), "cuda/sm_%d%d", engine->device.major,
              engine->device.minor);
+    memcpy(info_out->uuid, engine->uuid, sizeof(info_out->uuid));
     snprintf(info_out->device, sizeof(info_out->device), "%.95s", engine->device.name);
 }
 
@@ -482,4 +484,6 @@ const struct dkv_engine_ops dkv_engine_cuda = {
     .submit = cuda_submit,
     .wait = cuda_wait,
     .max_in_flight = DKV_CU_SLOTS,
+    .import = dkv_cu_import,
+    .release = dkv_cu_release,
 };

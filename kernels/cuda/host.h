@@ -6,6 +6,7 @@
  *   wave.c     packs units into waves and launches them
  *   stage.c    brings host tensors to the device through pinned chunks
  *   answer.c   copies results to the callers; turns reports into sentences
+ *   import.c   maps memory of other processes
  *
  * Everything is allocated at open. A slot is one batch in flight. Its `io` is one stretch of memory
  * that exists twice, pinned on the host and on the device, at equal offsets; waves take spans of it
@@ -148,6 +149,7 @@ struct dkv_cu_half {
 
 struct dkv_cu_engine {
     struct dkv_cu_device device;
+    uint8_t uuid[DKV_UUID_BYTES];
     cudaStream_t stream; /* kernels and results, in order */
     cudaStream_t copies; /* host tensors to the device */
     bool owns_stream;
