@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs the Debian or Ubuntu packages that the project needs, where they are missing.
 #
-# usage: packages.sh build|test...
+# usage: packages.sh build|test|deb...
 #
 # Nothing is touched when everything is there, so it works without network and without root then.
 set -eu
@@ -10,12 +10,15 @@ build_packages="gcc libc6-dev meson ninja-build pkg-config libmicrohttpd-dev lib
     libjansson-dev libcurl4-openssl-dev libpopt-dev"
 test_packages="g++ clang libclang-rt-14-dev clang-format libcmocka-dev python3 python3-venv mandoc jq curl"
 
+deb_packages="debhelper dpkg-dev lintian debootstrap systemd-container"
+
 wanted=
 for group in "$@"; do
     case $group in
     build) wanted="$wanted $build_packages" ;;
     test) wanted="$wanted $test_packages" ;;
-    *) echo "packages.sh: unknown group '$group': build or test" >&2; exit 64 ;;
+    deb) wanted="$wanted $deb_packages" ;;
+    *) echo "packages.sh: unknown group '$group': build, test or deb" >&2; exit 64 ;;
     esac
 done
 
