@@ -48,6 +48,7 @@ enum dkv_status dkv_admission_new(const struct dkv_admission_config *config,
         init_lists(queue);
         queue->batches = calloc(n_batches, sizeof(*queue->batches));
         queue->heap = calloc(config->max_entries, sizeof(*queue->heap));
+        queue->heap_entries = config->max_entries;
     }
     if (queue == NULL || queue->batches == NULL || queue->heap == NULL) {
         dkv_admission_free(queue);

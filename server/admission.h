@@ -193,6 +193,13 @@ enum dkv_status dkv_admission_config_check(const struct dkv_admission_config *co
 enum dkv_status dkv_admission_new(const struct dkv_admission_config *config,
                                   struct dkv_admission **queue_out, struct dkv_error *err);
 
+/* New limits for what is offered and launched from now on; what was accepted stays. Devices,
+ * levels, quantum and batches in flight stay as they are whatever `config` says, and no more
+ * entries can be allowed than at first. INVALID: nothing was changed. */
+enum dkv_status dkv_admission_relimit(struct dkv_admission *queue,
+                                      const struct dkv_admission_config *config,
+                                      struct dkv_error *err);
+
 /* Every entry must have ended and every client be gone. NULL is fine. */
 void dkv_admission_free(struct dkv_admission *queue);
 

@@ -35,6 +35,33 @@ struct bound {
     uint64_t max;
 };
 
+enum dkv_status dkv_admission_relimit(struct dkv_admission *queue,
+                                      const struct dkv_admission_config *config,
+                                      struct dkv_error *err)
+{
+    struct dkv_admission_config merged = queue->config;
+    merged.aging_batches = config->aging_batches;
+    merged.max_queue_delay_us = config->max_queue_delay_us;
+    merged.batch_blocks = config->batch_blocks;
+    merged.batch_tokens = config->batch_tokens;
+    merged.batch_bytes = config->batch_bytes;
+    merged.max_entries = config->max_entries;
+    merged.max_bytes = config->max_bytes;
+    merged.client_max_entries = config->client_max_entries;
+    merged.client_max_bytes = config->client_max_bytes;
+    merged.max_timeout_us = config->max_timeout_us;
+    const enum dkv_status status = dkv_admission_config_check(&merged, err);
+    if (status != DKV_OK)
+        return status;
+    if (merged.max_entries > queue->heap_entries)
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "admission: max_entries %" PRIu32 " is above %" PRIu32
+                             ", what there is memory for",
+                             merged.max_entries, queue->heap_entries);
+    queue->config = merged;
+    return DKV_OK;
+}
+
 enum dkv_status dkv_admission_config_check(const struct dkv_admission_config *c,
                                            struct dkv_error *err)
 {

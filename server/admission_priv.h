@@ -56,6 +56,7 @@ struct dkv_admission_device {
 
 struct dkv_admission {
     struct dkv_admission_config config;
+    uint32_t heap_entries; /* that the heap has room for */
     struct dkv_list clients;
     uint32_t n_clients;
     uint32_t n_active_clients; /* with open entries */

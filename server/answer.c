@@ -130,6 +130,9 @@ static void count_answer(struct dkv_exchange *exchange, const struct dkv_job *jo
     const struct dkv_record record = {
         .transport = DKV_TRANSPORT_HTTP,
         .job = job,
+        .id = job->infer.id,
+        .client = exchange->client_name,
+        .trace = &exchange->trace,
         .started_ns = exchange->started_ns,
         .output_ns = output_ns,
     };

@@ -373,6 +373,26 @@ void dkv_backend_client_cancel(struct dkv_backend_client *client)
     pump(backend);
 }
 
+enum dkv_status dkv_backend_relimit(struct dkv_backend *backend, const struct dkv_config *config,
+                                    struct dkv_error *err)
+{
+    struct dkv_admission_config limits;
+    enum dkv_status status = dkv_backend_limits(config, &limits, err);
+    if (status == DKV_OK)
+        status = dkv_admission_relimit(backend->queue, &limits, err);
+    if (status != DKV_OK)
+        return status;
+    backend->limits.max_entries = limits.max_entries;
+    pump(backend); /* what waited for a delay may go now */
+    return DKV_OK;
+}
+
+void dkv_backend_hangup(const struct dkv_backend *backend)
+{
+    for (unsigned d = 0; d < backend->n_devices; d++)
+        dkv_worker_hangup(backend->devices[d].worker);
+}
+
 bool dkv_backend_ready(const struct dkv_backend *backend)
 {
     for (unsigned d = 0; d < backend->n_devices; d++)

@@ -52,6 +52,11 @@ struct dkv_backend_info {
 enum dkv_status dkv_backend_limits(const struct dkv_config *config,
                                    struct dkv_admission_config *limits_out, struct dkv_error *err);
 
+/* Takes the limits of the configuration, which has changed, for what comes from now on. INVALID:
+ * nothing was changed. */
+enum dkv_status dkv_backend_relimit(struct dkv_backend *backend, const struct dkv_config *config,
+                                    struct dkv_error *err);
+
 /* Starts a worker for every device of the configuration and waits until each has opened it.
  * UNSUPPORTED if this machine cannot run one. Jobs live in `arena`. */
 enum dkv_status dkv_backend_open(const struct dkv_config *config, uv_loop_t *loop,
@@ -102,6 +107,9 @@ enum dkv_status dkv_backend_attach_cuda(struct dkv_backend *backend,
 /* No new job may name it; on_attached is not called any more. `on_released` (or NULL) is called
  * when nobody has it, possibly within this call. */
 void dkv_backend_detach(struct dkv_loan *loan, dkv_loan_released_fn on_released, void *owner);
+
+/* Workers go on in new log files. */
+void dkv_backend_hangup(const struct dkv_backend *backend);
 
 /* True if a request that comes now may be accepted: some device answers. */
 bool dkv_backend_ready(const struct dkv_backend *backend);

@@ -19,7 +19,7 @@
 #define GIB (UINT64_C(1) << 30)
 #define TIB (UINT64_C(1) << 40)
 
-static const char *const log_formats[] = {"text", "json", NULL};
+static const char *const log_formats[] = {"text", "json", "journald", NULL};
 static const char *const log_levels[] = {"error", "warn", "info", "debug", "trace", NULL};
 
 #define TEXT(member, default_text, choices, help)                                          \
@@ -56,10 +56,16 @@ const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
     TEXT(token_file, "", NULL, "File of bearer tokens, one a line, mode 0600"),
     TEXT(log_format, "text", log_formats, "Form of the log"),
     TEXT(log_level, "info", log_levels, "How much to log"),
+    TEXT(log_file, "", NULL,
+         "Append the log to this file, or send it to this journal socket; none: standard error, or "
+         "the system's journal"),
+    TEXT(trace_file, "", NULL, "Append spans of requests to this file, as OTLP/JSON lines"),
     FLAG(behind_proxy, "false",
          "A TLS-terminating proxy stands before an address that is not "
          "loopback"),
     FLAG(nv_metrics, "false", "Also offer the metric names that perf_analyzer reads"),
+    FLAG(show_keep_sets, "false",
+         "Let the status page show where the tokens lie that each stream kept last"),
     FLAG(fallback_cpu, "false", "Let the CPU compute in place of a device that cannot be had"),
     FLAG(test_hooks, "false", "Let tests break workers, by DROPKVD_DIE_AT in the environment"),
     NUMBER(threads, "0", 0, 1024, "", "Threads of the CPU engine; 0: one per CPU"),
@@ -107,6 +113,9 @@ const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
     NUMBER(drain_delay_ms, "0", 0, 3600000, "ms",
            "Time at shutdown in which readiness says no and requests are accepted still"),
     NUMBER(drain_timeout_ms, "30000", 0, 3600000, "ms", "Time for accepted requests at shutdown"),
+    NUMBER(trace_every, "1", 0, 1u << 30, "",
+           "Of requests without a traceparent, one in so many is written to trace_file; 0: none"),
+    NUMBER(max_streams, "1024", 1, 65536, "", "Streams that the status page remembers"),
 };
 
 static void *member_of(struct dkv_config *config, const struct dkv_config_field *field)

@@ -24,10 +24,13 @@ struct dkv_config {
     char *device;       /* "cpu", "cuda:N", or several with commas between */
     char *cpu_mask;     /* "": every instruction set the CPU has */
     char *token_file;   /* "": no tokens */
-    char *log_format;   /* "text", "json" */
+    char *log_format;   /* "text", "json", "journald" */
     char *log_level;
+    char *log_file;   /* "": standard error, or the journal's own socket */
+    char *trace_file; /* "": none */
     bool behind_proxy;
     bool nv_metrics;
+    bool show_keep_sets;
     bool fallback_cpu;
     bool test_hooks;
     uint64_t threads; /* of the CPU engine; 0: one per CPU */
@@ -57,6 +60,8 @@ struct dkv_config {
     uint64_t request_timeout_ms;
     uint64_t drain_delay_ms;
     uint64_t drain_timeout_ms;
+    uint64_t trace_every;
+    uint64_t max_streams;
 };
 
 enum dkv_config_kind { DKV_CONFIG_U64, DKV_CONFIG_BOOL, DKV_CONFIG_TEXT };
@@ -80,7 +85,7 @@ struct dkv_config_field {
     bool is_list;               /* DKV_CONFIG_TEXT: arguments add up, with commas between */
 };
 
-#define DKV_CONFIG_FIELDS 40
+#define DKV_CONFIG_FIELDS 45
 
 extern const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS];
 

@@ -256,6 +256,12 @@ static void free_door(uv_handle_t *handle)
     free(door);
 }
 
+void dkv_door_configure(struct dkv_door *door, const struct dkv_door_config *config)
+{
+    door->config = *config;
+    dkv_door_room(door);
+}
+
 void dkv_door_close(struct dkv_door *door)
 {
     if (door == NULL)

@@ -39,6 +39,9 @@ struct dkv_door_config {
 struct dkv_door *dkv_door_open(uv_loop_t *loop, int listen_fd, const struct dkv_door_config *config,
                                const struct dkv_door_calls *calls);
 
+/* Other limits from now on. */
+void dkv_door_configure(struct dkv_door *door, const struct dkv_door_config *config);
+
 /* A connection inside has ended: listens again if the limit had been reached. */
 void dkv_door_room(struct dkv_door *door);
 

@@ -27,6 +27,8 @@ struct dkv_exchange {
     struct dkv_route_match match;
     uint64_t started_ns; /* its header had been read */
 
+    struct dkv_trace trace; /* its header's */
+
     /* The body. */
     struct dkv_body body;
     bool has_json_length;

@@ -169,6 +169,12 @@ void dkv_handle_metrics(struct dkv_exchange *exchange)
         .body_limit_bytes = server->bodies.limit_bytes,
         .queue_limit_requests = backend.max_queue_requests,
         .scratch_bytes = backend.engine.scratch_bytes,
+        .streams = server->streams.n,
+        .streams_evicted = server->streams.n_evicted,
+        .log_held_back = dkv_log_n_held_back(),
+        .log_lost = dkv_log_n_lost(),
+        .spans = server->traces.n_spans,
+        .spans_lost = server->traces.n_lost,
         .ready = is_ready(server),
         .draining = server->draining,
     };

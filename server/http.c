@@ -155,7 +155,7 @@ static void on_completed(void *cls, struct MHD_Connection *mhd, void **request,
     if (exchange == NULL)
         return;
     if (exchange->accepted && !exchange->replied)
-        dkv_infer_count_refusal(exchange, DKV_E_CANCELLED); /* went away while sending */
+        dkv_infer_count_gone(exchange); /* while it sent its body */
     dkv_infer_release(exchange);
     dkv_infer_leave(exchange);
     dkv_log(DKV_LOG_TRACE, "%s ended (%s) after %llu us, %llu bytes in",
@@ -355,12 +355,23 @@ static enum dkv_status open_socket(struct dkv_http *http, struct dkv_listen_addr
     return status == DKV_OK ? dkv_listen_open(address_out, fd_out, &http->port, err) : status;
 }
 
+static struct dkv_door_config door_config(const struct dkv_server *server)
+{
+    return (struct dkv_door_config){server->config->header_timeout_ms,
+                                    (unsigned)server->config->max_connections};
+}
+
+void dkv_http_relimit(struct dkv_http *http)
+{
+    const struct dkv_door_config door = door_config(http->server);
+    http->rules.max_body_bytes = http->server->max_body_bytes;
+    dkv_door_configure(http->door, &door);
+}
+
 /* The door, which owns the listening socket from then on. */
 static enum dkv_status open_door(struct dkv_http *http, struct dkv_error *err)
 {
-    const struct dkv_config *config = http->server->config;
-    const struct dkv_door_config door = {config->header_timeout_ms,
-                                         (unsigned)config->max_connections};
+    const struct dkv_door_config door = door_config(http->server);
     const struct dkv_door_calls calls = {http, welcome, refused, n_inside, make_room};
     struct dkv_listen_address address;
     int listen_fd;

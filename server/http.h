@@ -31,6 +31,9 @@ bool dkv_http_is_quiet(const struct dkv_http *http);
  * loop must be run until its handles are closed. */
 void dkv_http_close(struct dkv_http *http);
 
+/* Takes the server's limits, which have changed. */
+void dkv_http_relimit(struct dkv_http *http);
+
 /* Takes the exchange's connection out of the library's hands while its job is with the backend, and
  * puts it back. */
 void dkv_http_suspend(struct dkv_exchange *exchange);

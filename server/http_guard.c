@@ -277,5 +277,7 @@ struct dkv_http_verdict dkv_http_guard(struct dkv_http_head *head,
     }
     const struct dkv_http_field *authorization = find(head, "Authorization");
     head->authorization = authorization != NULL ? authorization->value : NULL;
+    const struct dkv_http_field *traceparent = find(head, "traceparent");
+    head->traceparent = traceparent != NULL ? traceparent->value : NULL;
     return go_on;
 }

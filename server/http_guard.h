@@ -42,6 +42,7 @@ struct dkv_http_head {
     bool has_json_length;
     uint64_t json_length;
     const char *authorization; /* or NULL */
+    const char *traceparent;   /* or NULL */
 };
 
 struct dkv_http_rules {

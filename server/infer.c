@@ -28,15 +28,27 @@
 #define REPLY_BYTES_MAX (UINT64_C(1) << 31)
 #define LONG_JSON_BYTES 16384u /* reading more would hold the loop up for too long */
 
-void dkv_infer_count_refusal(struct dkv_exchange *exchange, enum dkv_status status)
+void dkv_infer_count_refusal(struct dkv_exchange *exchange, const struct dkv_error *err)
 {
+    const struct dkv_job *job = exchange->job != NULL ? exchange->job : exchange->away;
     const struct dkv_record record = {
         .transport = DKV_TRANSPORT_HTTP,
-        .status = status,
-        .job = exchange->job != NULL ? exchange->job : exchange->away,
+        .status = err->status,
+        .error = err->text,
+        .job = job,
+        .id = job != NULL ? job->infer.id : "",
+        .client = exchange->client_name,
+        .trace = &exchange->trace,
         .started_ns = exchange->started_ns,
     };
     dkv_record_end(exchange->server, &record);
+}
+
+void dkv_infer_count_gone(struct dkv_exchange *exchange)
+{
+    struct dkv_error err = {0};
+    dkv_error_set(&err, DKV_E_CANCELLED, "the caller went away");
+    dkv_infer_count_refusal(exchange, &err);
 }
 
 void dkv_infer_release(struct dkv_exchange *exchange)
@@ -175,7 +187,7 @@ static enum dkv_status prepare(struct dkv_exchange *exchange, struct dkv_error *
 static void refuse_with(struct dkv_exchange *exchange, unsigned http_status,
                         const struct dkv_error *err)
 {
-    dkv_infer_count_refusal(exchange, err->status);
+    dkv_infer_count_refusal(exchange, err);
     dkv_infer_release(exchange);
     if (!exchange->suspended) {
         dkv_reply_error(exchange, http_status, err->text);
@@ -360,7 +372,7 @@ void dkv_infer_gone(struct dkv_exchange *exchange)
 {
     struct dkv_job *job = exchange->away;
     exchange->gone = true;
-    dkv_infer_count_refusal(exchange, DKV_E_CANCELLED);
+    dkv_infer_count_gone(exchange);
     exchange->away = NULL;
     dkv_infer_leave(exchange);
     dkv_errand_abandon(exchange->errand);

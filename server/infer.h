@@ -22,7 +22,10 @@ void dkv_infer_finish(struct dkv_exchange *exchange);
 void dkv_infer_gone(struct dkv_exchange *exchange);
 
 /* Counts a request that was refused. */
-void dkv_infer_count_refusal(struct dkv_exchange *exchange, enum dkv_status status);
+void dkv_infer_count_refusal(struct dkv_exchange *exchange, const struct dkv_error *err);
+
+/* Counts one whose caller went away. */
+void dkv_infer_count_gone(struct dkv_exchange *exchange);
 
 /* Frees what the exchange holds of its request. */
 void dkv_infer_release(struct dkv_exchange *exchange);

@@ -61,6 +61,8 @@ static void judge_header(struct dkv_exchange *exchange, const struct dkv_http_ru
     exchange->content_length = head.content_length;
     exchange->has_json_length = head.has_json_length;
     exchange->json_length = head.json_length;
+    if (head.traceparent != NULL)
+        dkv_trace_parse(head.traceparent, &exchange->trace);
     /* How a chunked body is delimited is where readers differ most: nothing is read behind one. */
     exchange->close_after = head.chunked;
 
@@ -120,7 +122,7 @@ static void admit(struct dkv_exchange *exchange)
     if (status == DKV_E_TOO_LARGE)
         exchange->server->metrics.refusals[DKV_REFUSAL_SIZE]++;
     if (exchange->match.route->tensor)
-        dkv_infer_count_refusal(exchange, status);
+        dkv_infer_count_refusal(exchange, &err);
     dkv_infer_release(exchange);
     dkv_infer_leave(exchange);
     refuse(exchange, dkv_status_info(status)->http_status, status, err.text);
@@ -150,7 +152,7 @@ static bool give_up_body(struct dkv_exchange *exchange, const struct dkv_error *
 {
     const uint64_t left = exchange->content_length - exchange->received_bytes;
     if (exchange->match.route->tensor)
-        dkv_infer_count_refusal(exchange, err->status);
+        dkv_infer_count_refusal(exchange, err);
     dkv_infer_release(exchange);
     dkv_infer_leave(exchange);
     const unsigned http_status = dkv_status_info(err->status)->http_status;

@@ -19,6 +19,9 @@ struct dkv_job *dkv_job_new(struct dkv_arena *arena)
 
 enum dkv_transport dkv_job_transport(const struct dkv_job *job, enum dkv_transport front)
 {
+    for (uint32_t i = 0; job->parts != NULL && i < job->entry.n_parts; i++)
+        if (job->parts[i].device != DKV_ADMISSION_ANY_DEVICE)
+            return DKV_TRANSPORT_DEVICE;
     return job->loans == NULL ? front : DKV_TRANSPORT_SHARED;
 }
 

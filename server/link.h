@@ -17,6 +17,7 @@
 
 #include "kernels/engine.h"
 #include "server/arena.h"
+#include "server/log.h"
 
 #include <sys/types.h>
 
@@ -45,7 +46,8 @@ struct dkv_link_start {
     uint64_t max_batch_bytes;
     char device[64];
     char log_level[16];
-    bool log_json;
+    char log_format[16];
+    char log_file[DKV_LOG_PATH_BYTES];
     bool test_hooks;
 };
 

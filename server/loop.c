@@ -3,7 +3,7 @@
  *   running --SIGTERM/SIGINT--> leaving --drain_delay_ms or a signal--> draining
  *   draining --last accepted request answered--> stop, exit 0
  *            --second signal or drain_timeout_ms--> exit 1 at once
- *   SIGHUP reads the token file again.
+ *   SIGHUP opens the log anew and reads tokens and limits again (reload.h).
  *
  * While leaving, everything is as before but readiness, which says no: load balancers look at that
  * every second or so and send nothing more, so that draining has nobody to refuse.
@@ -15,6 +15,7 @@
 #include "server/errand.h"
 #include "server/http.h"
 #include "server/notify.h"
+#include "server/reload.h"
 #include "server/server.h"
 #include "server/session.h"
 
@@ -99,13 +100,9 @@ static void on_stop_signal(uv_signal_t *handle, int number)
 static void on_hangup(uv_signal_t *handle, int number)
 {
     struct life *life = handle->data;
-    struct dkv_error err = {0};
     (void)number;
     dkv_notify_reloading(&life->notify);
-    if (dkv_auth_load(&life->server.auth, life->server.config->token_file, &err) == DKV_OK)
-        dkv_log(DKV_LOG_INFO, "SIGHUP: %u tokens in force", life->server.auth.n_tokens);
-    else
-        dkv_log(DKV_LOG_ERROR, "SIGHUP: %s; the tokens in force stay", err.text);
+    dkv_reload(&life->server);
     dkv_notify_send(&life->notify, "READY=1");
 }
 
@@ -213,6 +210,11 @@ static enum dkv_status start(struct life *life, struct dkv_error *err)
     if (status == DKV_OK)
         status = dkv_auth_load(&server->auth, config->token_file, err);
     if (status == DKV_OK)
+        status = dkv_trace_open(&server->traces, config->trace_file, config->trace_every, err);
+    if (status == DKV_OK)
+        status = dkv_streams_open(&server->streams, (uint32_t)config->max_streams,
+                                  config->show_keep_sets, err);
+    if (status == DKV_OK)
         status = open_memory(server, err);
     if (status == DKV_OK)
         status = dkv_backend_open(config, &life->loop, &server->arena, &server->backend, err);
@@ -226,6 +228,7 @@ static enum dkv_status start(struct life *life, struct dkv_error *err)
         status = write_port_file(config->port_file, dkv_http_port(server->http), err);
     if (status != DKV_OK)
         return status;
+    dkv_reload_begin(server);
     if (server->sessions != NULL)
         dkv_log(DKV_LOG_INFO, "listening at %.108s", dkv_sessions_path(server->sessions));
     if (server->http != NULL)
@@ -255,11 +258,14 @@ static void stop(struct life *life)
     dkv_arena_close(&server->arena);
     dkv_auth_fini(&server->auth);
     dkv_notify_close(&life->notify);
+    dkv_streams_close(&server->streams);
+    dkv_trace_close(&server->traces);
 }
 
-int dkv_server_run(const struct dkv_config *config)
+int dkv_server_run(struct dkv_config_state *state, int argc, const char **argv)
 {
-    struct life life = {.server = {.config = config}};
+    const struct dkv_config *config = &state->config;
+    struct life life = {.server = {.config = config, .state = state, .argc = argc, .argv = argv}};
     struct dkv_error err = {0};
     signal(SIGPIPE, SIG_IGN);
     if (*config->cpu_mask != '\0')

@@ -9,7 +9,8 @@
 #include <sysexits.h>
 #include <unistd.h>
 
-static int act(const struct dkv_config_state *state, enum dkv_cli_action action)
+static int act(struct dkv_config_state *state, enum dkv_cli_action action, int argc,
+               const char **argv)
 {
     const struct dkv_config *config = &state->config;
     switch (action) {
@@ -19,9 +20,12 @@ static int act(const struct dkv_config_state *state, enum dkv_cli_action action)
     case DKV_CLI_VERSION: puts("dropkvd " DKV_VERSION); return EX_OK;
     case DKV_CLI_RUN: break;
     }
-    dkv_log_init(strcmp(config->log_format, "json") == 0 ? DKV_LOG_JSON : DKV_LOG_TEXT,
-                 dkv_log_level_of(config->log_level), STDERR_FILENO);
-    return dkv_server_run(config);
+    struct dkv_error err = {0};
+    if (dkv_log_open(dkv_log_format_of(config->log_format), dkv_log_level_of(config->log_level),
+                     config->log_file, &err) == DKV_OK)
+        return dkv_server_run(state, argc, argv);
+    fprintf(stderr, "dropkvd: %s\n", err.text);
+    return EX_UNAVAILABLE;
 }
 
 int main(int argc, char **argv)
@@ -35,7 +39,7 @@ int main(int argc, char **argv)
     dkv_config_init(&state);
     int exit_status = EX_CONFIG;
     if (dkv_cli_read(argc, (const char **)argv, &state, &action, &err) == DKV_OK)
-        exit_status = act(&state, action);
+        exit_status = act(&state, action, argc, (const char **)argv);
     else
         fprintf(stderr, "dropkvd: %s\n", err.text);
     dkv_config_fini(&state);

@@ -15,6 +15,10 @@ static const double tokens_bounds[] = {256,    1024,   4096,   16384,   32768,  
 static const double bytes_bounds[] = {65536,    262144,    1048576,    4194304,    16777216,
                                       67108864, 268435456, 1073741824, 4294967296, 17179869184};
 
+const char *const dkv_outcome_names[DKV_OUTCOMES] = {"ok",        "invalid",  "busy",  "timeout",
+                                                     "cancelled", "draining", "failed"};
+const char *const dkv_transport_names[DKV_TRANSPORTS] = {"http", "socket", "shared", "device"};
+
 #define COUNT_OF(array) ((unsigned)(sizeof(array) / sizeof((array)[0])))
 
 void dkv_metrics_init(struct dkv_metrics *metrics, const char *backend)
@@ -74,7 +78,7 @@ void dkv_metrics_answer(struct dkv_metrics *metrics, const struct dkv_job *job,
 {
     const enum dkv_transport transport = dkv_job_transport(job, front);
     metrics->answered[transport]++;
-    if (transport == DKV_TRANSPORT_SHARED)
+    if (transport == DKV_TRANSPORT_SHARED || transport == DKV_TRANSPORT_DEVICE)
         metrics->bytes_in[transport] += job->n_read_bytes;
     metrics->stats.inference_count += job->request.n_blocks;
     metrics->degraded += job->degraded;

@@ -42,6 +42,9 @@ enum dkv_refusal {
 /* The fronts, by which connections are counted: the first two. */
 #define DKV_FRONTS 2
 
+/* What SIGHUP came to. */
+enum dkv_reload { DKV_RELOAD_OK = 0, DKV_RELOAD_FAILED, DKV_RELOADS };
+
 /* How a client's region ended. */
 enum dkv_release {
     DKV_RELEASE_ASKED = 0,
@@ -68,6 +71,7 @@ struct dkv_metrics {
     uint64_t bytes_in[DKV_TRANSPORTS];
     uint64_t answered[DKV_TRANSPORTS];
     uint64_t regions_released[DKV_RELEASES];
+    uint64_t reloads[DKV_RELOADS];
     uint64_t nonfinite_refused; /* blocks */
     uint64_t nonfinite_masked;
     uint64_t tokens_in;
@@ -96,6 +100,10 @@ struct dkv_gauges {
     uint64_t body_limit_bytes;
     uint64_t queue_limit_requests;
     uint64_t scratch_bytes;
+    uint64_t streams;
+    uint64_t streams_evicted;
+    uint64_t log_held_back, log_lost; /* lines */
+    uint64_t spans, spans_lost;
     bool ready;
     bool draining;
 };
@@ -120,6 +128,20 @@ void dkv_metrics_request(struct dkv_metrics *metrics, enum dkv_outcome outcome,
                          const struct dkv_timing *timing);
 
 enum dkv_outcome dkv_outcome_of(enum dkv_status status);
+
+/* "ok", "busy"; "http", "shared": in the metrics, the log and traces. */
+extern const char *const dkv_outcome_names[DKV_OUTCOMES];
+extern const char *const dkv_transport_names[DKV_TRANSPORTS];
+
+static inline const char *dkv_outcome_name(enum dkv_outcome outcome)
+{
+    return dkv_outcome_names[outcome];
+}
+
+static inline const char *dkv_transport_name(enum dkv_transport transport)
+{
+    return dkv_transport_names[transport];
+}
 
 /* Prometheus text format 0.0.4. `nv_names`: also the names that perf_analyzer reads. */
 void dkv_metrics_write(const struct dkv_metrics *metrics, const struct dkv_gauges *gauges,

@@ -13,12 +13,9 @@
 
 #define COUNT_OF(array) ((unsigned)(sizeof(array) / sizeof((array)[0])))
 
-static const char *const outcome_names[DKV_OUTCOMES] = {"ok",        "invalid",  "busy",  "timeout",
-                                                        "cancelled", "draining", "failed"};
 static const char *const refusal_names[DKV_REFUSALS] = {
     "framing", "auth", "host", "size", "header_time", "body_time", "reply_time"};
 
-static const char *const transport_names[DKV_TRANSPORTS] = {"http", "socket", "shared", "device"};
 static const char *const release_names[DKV_RELEASES] = {"asked", "disconnect"};
 static const char *const loan_names[DKV_LOAN_KINDS] = {"sealed", "loose", "device"};
 
@@ -80,16 +77,16 @@ static void write_fronts(const struct dkv_metrics *m, FILE *out)
     write_family(out, "dropkv_http_responses_total", "counter", "HTTP responses by class.", "class",
                  classes, m->responses, COUNT_OF(classes));
     write_family(out, "dropkv_connections_total", "counter", "Connections accepted.", "transport",
-                 transport_names, m->connections_total, DKV_FRONTS);
+                 dkv_transport_names, m->connections_total, DKV_FRONTS);
     for (unsigned i = 0; i < DKV_FRONTS; i++)
         open[i] = m->connections_total[i] - m->connections_closed[i];
     write_family(out, "dropkv_connections", "gauge", "Connections open.", "transport",
-                 transport_names, open, DKV_FRONTS);
+                 dkv_transport_names, open, DKV_FRONTS);
     write_family(
         out, "dropkv_bytes_in_total", "counter",
         "Bytes of requests: received in bodies (http), behind messages of the local socket "
         "(socket), or read where clients lend them (shared, device).",
-        "transport", transport_names, m->bytes_in, DKV_TRANSPORTS);
+        "transport", dkv_transport_names, m->bytes_in, DKV_TRANSPORTS);
 }
 
 static void write_counters(const struct dkv_metrics *m, FILE *out)
@@ -97,10 +94,10 @@ static void write_counters(const struct dkv_metrics *m, FILE *out)
     static const char *const actions[] = {"refused", "masked"};
     const uint64_t nonfinite[] = {m->nonfinite_refused, m->nonfinite_masked};
     write_family(out, "dropkv_requests_total", "counter", "Inference requests by how they ended.",
-                 "outcome", outcome_names, m->requests, DKV_OUTCOMES);
+                 "outcome", dkv_outcome_names, m->requests, DKV_OUTCOMES);
     write_family(out, "dropkv_answered_total", "counter",
-                 "Requests answered, by the way their tensors came.", "transport", transport_names,
-                 m->answered, DKV_TRANSPORTS);
+                 "Requests answered, by the way their tensors came.", "transport",
+                 dkv_transport_names, m->answered, DKV_TRANSPORTS);
     write_number(out, "dropkv_degraded_total", "counter",
                  "Requests answered by recency because of overload.", m->degraded);
     write_number(out, "dropkv_blocks_total", "counter", "Blocks scored.", m->stats.inference_count);
@@ -257,6 +254,25 @@ static void write_gauges(const struct dkv_gauges *g, FILE *out)
                  g->scratch_bytes);
 }
 
+static void write_daemon(const struct dkv_metrics *m, const struct dkv_gauges *g, FILE *out)
+{
+    static const char *const results[] = {"ok", "failed"};
+    write_number(out, "dropkv_streams", "gauge", "Streams remembered for the status page.",
+                 g->streams);
+    write_number(out, "dropkv_streams_evicted_total", "counter",
+                 "Streams forgotten because there were more than max_streams.", g->streams_evicted);
+    write_number(out, "dropkv_log_lines_held_back_total", "counter",
+                 "Lines of the log that a limit held back.", g->log_held_back);
+    write_number(out, "dropkv_log_lines_lost_total", "counter",
+                 "Lines of the log that could not be written.", g->log_lost);
+    write_number(out, "dropkv_spans_total", "counter", "Spans written to the trace file.",
+                 g->spans);
+    write_number(out, "dropkv_spans_lost_total", "counter", "Spans that could not be written.",
+                 g->spans_lost);
+    write_family(out, "dropkv_config_reloads_total", "counter", "Reloads asked for by SIGHUP.",
+                 "result", results, m->reloads, DKV_RELOADS);
+}
+
 /* The names that every Prometheus client library uses. */
 static void write_process(FILE *out)
 {
@@ -333,6 +349,7 @@ void dkv_metrics_write(const struct dkv_metrics *metrics, const struct dkv_gauge
     write_queue(gauges, out);
     write_workers(gauges, out);
     write_fronts(metrics, out);
+    write_daemon(metrics, gauges, out);
     write_process(out);
     if (nv_names)
         write_nv(metrics, gauges, out);

@@ -13,12 +13,23 @@
 #include "server/inherited.h"
 #include "server/log.h"
 #include "server/metrics.h"
+#include "server/streams.h"
+#include "server/trace.h"
 
 struct dkv_http;
 struct dkv_sessions;
 
+/* What memory was laid out for at start. */
+struct dkv_ceilings {
+    uint64_t body_bytes, queue_bytes, queue_requests, connections, batch_items;
+};
+
 struct dkv_server {
-    const struct dkv_config *config;
+    const struct dkv_config *config; /* state's */
+    struct dkv_config_state *state;
+    int argc; /* the arguments, for SIGHUP */
+    const char **argv;
+    struct dkv_ceilings ceilings;
     struct dkv_inherited inherited; /* each becomes whoever's serves it */
     uv_loop_t *loop;
     struct dkv_auth auth;
@@ -32,14 +43,18 @@ struct dkv_server {
     struct dkv_sessions *sessions; /* NULL: the local socket is off */
     struct dkv_oip_facts facts;    /* its strings are in engine_info */
     struct dkv_engine_info engine_info;
-    struct dkv_log_limit client_log; /* lines that clients can cause */
-    unsigned n_accepted;             /* inference requests accepted and not answered yet */
+    struct dkv_streams streams;
+    struct dkv_trace_file traces;
+    struct dkv_log_limit client_log;  /* lines that clients can cause */
+    struct dkv_log_limit request_log; /* lines of requests: many, but not without end */
+    uint64_t n_records;               /* requests that have ended: the number of the last one */
+    unsigned n_accepted;              /* inference requests accepted and not answered yet */
     bool leaving;  /* the end was announced: not ready, but everything is accepted still */
     bool draining; /* what was accepted is answered, nothing more is accepted */
 };
 
 /* Serves until a signal ends it; the exit status of the process: 0 if every accepted request was
- * answered. */
-int dkv_server_run(const struct dkv_config *config);
+ * answered. SIGHUP reads the configuration again from `argv`. */
+int dkv_server_run(struct dkv_config_state *state, int argc, const char **argv);
 
 #endif

@@ -180,7 +180,11 @@ static enum dkv_status admit(const struct dkv_session *session,
 
 static void refuse(struct dkv_session *session, uint64_t id, const struct dkv_error *err)
 {
-    const struct dkv_record record = {.transport = DKV_TRANSPORT_SOCKET, .status = err->status};
+    const struct dkv_record record = {
+        .transport = DKV_TRANSPORT_SOCKET,
+        .status = err->status,
+        .error = err->text,
+    };
     dkv_record_end(session->all->server, &record);
     dkv_session_send_error(session, id, err, 0);
 }
@@ -230,6 +234,7 @@ static void count_answer(const struct dkv_ask *ask)
     const struct dkv_record record = {
         .transport = DKV_TRANSPORT_SOCKET,
         .status = ask->error.status,
+        .error = ask->error.text,
         .job = ask->job,
         .started_ns = ask->started_ns,
     };

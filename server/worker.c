@@ -180,8 +180,9 @@ static void fill_start(const struct dkv_worker *worker, struct dkv_link_msg *msg
                                                               : DKV_BLOCKS_MAX,
         .max_batch_bytes = config->max_batch_bytes,
         .test_hooks = config->test_hooks && !worker->fallback,
-        .log_json = strcmp(config->log_format, "json") == 0,
     };
+    snprintf(msg->start.log_format, sizeof(msg->start.log_format), "%s", config->log_format);
+    snprintf(msg->start.log_file, sizeof(msg->start.log_file), "%s", config->log_file);
     snprintf(msg->start.log_level, sizeof(msg->start.log_level), "%s", config->log_level);
     snprintf(msg->start.device, sizeof(msg->start.device), "%s", worker->device);
 }
@@ -582,6 +583,12 @@ enum dkv_status dkv_worker_open(const struct dkv_config *config, const char *dev
         *err = why;
     dkv_worker_close(worker);
     return status;
+}
+
+void dkv_worker_hangup(const struct dkv_worker *worker)
+{
+    if (worker->up)
+        kill(worker->pid, SIGHUP);
 }
 
 void dkv_worker_facts(const struct dkv_worker *worker, struct dkv_worker_facts *facts_out)

@@ -66,6 +66,9 @@ void dkv_worker_detach(struct dkv_worker *worker, const struct dkv_loan *loan);
  * take its time? One with nothing to do is asked to answer by the next call. */
 bool dkv_worker_pulse(struct dkv_worker *worker);
 
+/* Its log goes on in a new file of the same name. */
+void dkv_worker_hangup(const struct dkv_worker *worker);
+
 /* For metrics. */
 struct dkv_worker_facts {
     const char *device; /* in use: "cpu" after a fallback */

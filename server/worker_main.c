@@ -350,8 +350,9 @@ static enum dkv_status begin(struct worker *worker, struct dkv_error *err)
         msg.type != DKV_LINK_START || fd < 0)
         return dkv_error_set(err, DKV_E_INTERNAL, "worker: started by something else");
     worker->start = msg.start;
-    dkv_log_init(worker->start.log_json ? DKV_LOG_JSON : DKV_LOG_TEXT,
-                 dkv_log_level_of(worker->start.log_level), STDERR_FILENO);
+    /* Where the log cannot be had, standard error serves; the front has said so. */
+    (void)dkv_log_open(dkv_log_format_of(worker->start.log_format),
+                       dkv_log_level_of(worker->start.log_level), worker->start.log_file, NULL);
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     if (getppid() != worker->start.front_pid)
         _exit(EX_OK); /* it was too late for the signal */
@@ -378,6 +379,12 @@ static void end(struct worker *worker)
     }
 }
 
+static void on_hangup(int number)
+{
+    (void)number;
+    (void)dkv_log_reopen(); /* the old file stays if there is no new one */
+}
+
 int dkv_worker_main(void)
 {
     static struct worker worker;
@@ -387,7 +394,7 @@ int dkv_worker_main(void)
      * request has been answered. */
     signal(SIGINT, SIG_IGN);
     signal(SIGTERM, SIG_IGN);
-    signal(SIGHUP, SIG_IGN);
+    signal(SIGHUP, on_hangup);
     if (fstat(DKV_LINK_FD, &info) != 0 || !S_ISSOCK(info.st_mode)) {
         fputs("dropkvd: --worker is how dropkvd starts itself\n", stderr);
         return EX_USAGE;

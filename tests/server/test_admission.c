@@ -268,6 +268,35 @@ static void a_clients_own_bound_is_told_apart_from_the_common_one(void **state)
     end(f);
 }
 
+static void limits_can_change_under_accepted_work(void **state)
+{
+    (void)state;
+    struct dkv_admission_config config = base_config;
+    config.max_entries = config.client_max_entries = 4;
+    struct fixture *f = begin(&config);
+    struct job *jobs[4];
+    for (int i = 0; i < 4; i++)
+        jobs[i] = accepted(f, 0, 1);
+    config.max_entries = config.client_max_entries = 2;
+    assert_int_equal(dkv_admission_relimit(f->queue, &config, &f->err), DKV_OK);
+    assert_int_equal(offer(f, 1, job(f), 1), DKV_ADMISSION_FULL);
+    assert_int_equal(dkv_admission_recount(f->queue, &f->err), DKV_OK);
+    dkv_admission_complete(f->queue, batch(f, 1, 4), 2);
+    for (int i = 0; i < 4; i++)
+        ends(f, jobs[i], DKV_OK);
+    accepted(f, 0, 3);
+    accepted(f, 1, 3);
+    assert_int_equal(offer(f, 1, job(f), 3), DKV_ADMISSION_FULL);
+    config.max_entries = config.client_max_entries = 5;
+    assert_int_equal(dkv_admission_relimit(f->queue, &config, &f->err), DKV_E_INVALID);
+    assert_non_null(strstr(f->err.text, "max_entries 5 is above 4"));
+    config.max_entries = config.client_max_entries = 4;
+    config.batch_blocks = 0;
+    assert_int_equal(dkv_admission_relimit(f->queue, &config, &f->err), DKV_E_INVALID);
+    assert_int_equal(offer(f, 1, job(f), 3), DKV_ADMISSION_FULL); /* nothing was changed */
+    end(f);
+}
+
 static void bytes_are_bounded_to_the_byte(void **state)
 {
     (void)state;
@@ -696,6 +725,7 @@ int main(void)
         cmocka_unit_test(memory_of_a_device_never_runs_elsewhere),
         cmocka_unit_test(a_request_of_several_parts_ends_with_its_last_part),
         cmocka_unit_test(a_clients_own_bound_is_told_apart_from_the_common_one),
+        cmocka_unit_test(limits_can_change_under_accepted_work),
         cmocka_unit_test(bytes_are_bounded_to_the_byte),
         cmocka_unit_test(what_can_never_fit_is_not_told_to_come_back),
         cmocka_unit_test(work_in_flight_counts_until_it_is_answered),

@@ -16,6 +16,7 @@
 #include <unistd.h>
 
 #include <cmocka.h>
+#include <jansson.h>
 
 /* ---- log ---- */
 
@@ -83,6 +84,34 @@ static void a_budget_lets_a_burst_and_then_a_rate_pass(void **unused)
     for (int i = 0; i < 10; i++)
         passed += dkv_log_limit_take(&limit, 1000000);
     assert_int_equal(passed, 3);
+}
+
+static void a_line_that_is_cut_stays_json(void **unused)
+{
+    char line[4096];
+    char text[700];
+    struct dkv_log_field fields[8];
+    int ends[2];
+    (void)unused;
+    memset(text, '"', sizeof(text) - 1);
+    text[sizeof(text) - 1] = '\0';
+    for (unsigned i = 0; i < 8; i++)
+        fields[i] = (struct dkv_log_field){.name = "field", .text = text};
+    fields[7] = (struct dkv_log_field){.name = "last", .number = 7};
+    assert_int_equal(pipe(ends), 0);
+    dkv_log_init(DKV_LOG_JSON, DKV_LOG_INFO, ends[1]);
+    dkv_log_event(DKV_LOG_INFO, fields, 8, "m");
+    dkv_log_init(DKV_LOG_TEXT, DKV_LOG_INFO, STDERR_FILENO);
+    const ssize_t n = read(ends[0], line, sizeof(line) - 1);
+    assert_true(n > 0 && n <= 2048);
+    line[n] = '\0';
+    json_error_t error;
+    json_t *root = json_loads(line, 0, &error);
+    assert_non_null(root);
+    assert_int_equal(json_integer_value(json_object_get(root, "last")), 7);
+    json_decref(root);
+    close(ends[0]);
+    close(ends[1]);
 }
 
 /* ---- metrics ---- */
@@ -534,6 +563,7 @@ int main(void)
         cmocka_unit_test(a_client_cannot_start_a_line_of_its_own),
         cmocka_unit_test(a_long_message_is_cut_and_stays_one_line),
         cmocka_unit_test(escapes_are_never_cut_in_two),
+        cmocka_unit_test(a_line_that_is_cut_stays_json),
         cmocka_unit_test(a_budget_lets_a_burst_and_then_a_rate_pass),
         cmocka_unit_test(every_counter_is_there_before_the_first_request),
         cmocka_unit_test(histogram_bounds_are_inclusive_and_cumulative),
