@@ -5,6 +5,7 @@
  * loop until its own job is finished; other jobs that finish meanwhile stay where the caller of
  * dropkv_next_result() finds them.
  */
+#include "client/buffer.h"
 #include "client/transport.h"
 
 #include <assert.h>
@@ -222,6 +223,10 @@ enum dropkv_status dropkv_client_add_buffer(struct dropkv_client *client,
                                             const struct dropkv_buffer *buffer,
                                             struct dropkv_error *error)
 {
+    if (client->ops->add_buffer == NULL && buffer->on_gpu)
+        return (enum dropkv_status)dkv_error_set(
+            (struct dkv_error *)error, DKV_E_UNSUPPORTED,
+            "buffer: only a daemon at unix:/// can read GPU memory of this process");
     if (client->ops->add_buffer == NULL)
         return DROPKV_OK;
     return (enum dropkv_status)client->ops->add_buffer(client->transport, buffer,

@@ -176,11 +176,55 @@ DROPKV_API enum dropkv_status dropkv_buffer_new(size_t bytes, struct dropkv_buff
 /* Not before it was removed from its clients, or they were closed. NULL is fine. */
 DROPKV_API void dropkv_buffer_free(struct dropkv_buffer *buffer);
 
+/* Of GPU memory: the device's address, not to be read by the host. */
 DROPKV_API void *dropkv_buffer_data(const struct dropkv_buffer *buffer);
 DROPKV_API size_t dropkv_buffer_bytes(const struct dropkv_buffer *buffer);
 
-/* The memfd, to be passed to other processes that write there. Owned by the buffer. */
+/* The memfd, to be passed to other processes that write there; -1: GPU memory. Owned by the buffer.
+ */
 DROPKV_API int dropkv_buffer_fd(const struct dropkv_buffer *buffer);
+
+/* ---- GPU memory ----
+ *
+ * A buffer over the caller's own GPU memory, which a daemon on the same host reads in place. It is
+ * used like any other buffer, and tensors are given by their device addresses:
+ *
+ *     dropkv_buffer_from_cuda(kv, bytes, DROPKV_CUDA_ANY, &buffer, &error);
+ *     dropkv_client_add_buffer(client, buffer, &error);
+ *     request.key.data = (char *)kv + offset;
+ *
+ * It is for unix:/// and a daemon whose worker has that GPU; nothing is ever copied or sent
+ * instead, so where a daemon refuses the memory, requests that need it fail with the reason. The
+ * daemon reads whenever it likes between submission and answer: what the producer's stream writes
+ * must be there before (a fence, or a synchronise).
+ *
+ * The CUDA driver is opened when this is first called; libdropkv does not link to it.
+ */
+
+enum dropkv_cuda_export {
+    DROPKV_CUDA_ANY = 0,
+    DROPKV_CUDA_VMM = 1,    /* memory of cuMemCreate() with POSIX file descriptor handles, in one
+                               chunk or several side by side; for daemons of any user */
+    DROPKV_CUDA_LEGACY = 2, /* memory of cudaMalloc(); for daemons of the caller's own user. The
+                               daemon can then reach all of the allocation, and what shares its
+                               2 MiB block */
+};
+
+/* [pointer, pointer + bytes): anywhere inside one allocation, or across chunks. The memory stays
+ * the caller's. The buffer holds descriptors of VMM memory, which keep it allocated. INVALID: not
+ * GPU memory of this process, or not so much. UNSUPPORTED: no driver, or memory that cannot be
+ * shared; the text says how to allocate it instead. */
+DROPKV_API enum dropkv_status dropkv_buffer_from_cuda(const void *pointer, size_t bytes,
+                                                      enum dropkv_cuda_export how,
+                                                      struct dropkv_buffer **buffer_out,
+                                                      struct dropkv_error *error);
+
+/* For an owner that releases the memory and maps other memory at the same address: after the daemon
+ * has let go, the buffer lets go too; before the daemon gets it back, it is exported anew. In
+ * between the buffer cannot be registered. */
+DROPKV_API void dropkv_buffer_unexport(struct dropkv_buffer *buffer);
+DROPKV_API enum dropkv_status dropkv_buffer_export_again(struct dropkv_buffer *buffer,
+                                                         struct dropkv_error *error);
 
 /* Tensors of requests submitted from now on may lie in the buffer. A client registers it with its
  * daemon, and again whenever it has to connect again. The buffer is borrowed until it is removed or

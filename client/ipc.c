@@ -28,7 +28,8 @@
 #define FIRST_PAUSE_NS INT64_C(20000000)
 #define NEVER_NS       DKV_ALARM_NEVER
 #define READS_MAX      256 /* of one dispatch */
-#define FEATURES       ((uint32_t)DKV_WIRE_FEATURE_MEMFD)
+#define FEATURES \
+    ((uint32_t)DKV_WIRE_FEATURE_MEMFD | DKV_WIRE_FEATURE_CUDA_LEGACY | DKV_WIRE_FEATURE_CUDA_VMM)
 
 struct carrier {
     struct carrier *next;
@@ -155,7 +156,7 @@ static void disconnect(struct dkv_transport *t, enum dkv_status status, const ch
     free_bulks(t, UINT64_MAX);
     t->n_bulks = 0;
     for (size_t i = 0; i < t->n_regions; i++)
-        t->regions[i].number = 0, t->regions[i].add_id = 0;
+        t->regions[i].number = 0, t->regions[i].add_id = 0, t->regions[i].refused = false;
     for (struct carrier *c = t->first; c != NULL; c = next) {
         next = c->next;
         if (c->id != 0)
@@ -211,27 +212,28 @@ static enum dkv_status connect_now(struct dkv_transport *t, struct dkv_error *er
 
 static enum dkv_status register_region(struct dkv_transport *t, struct dkv_ipc_region *region)
 {
-    uint8_t payload[112];
-    struct dkv_error ignored;
-    const int fd = dup(region->buffer->fd); /* the connection closes it when it is sent */
-    const size_t n = dkv_wire_put_region(
-        payload,
-        &(struct dkv_wire_region){.kind = DKV_WIRE_REGION_MEMFD, .bytes = region->buffer->bytes});
-    if (fd < 0)
-        return DKV_E_IO;
-    const enum dkv_status status = dkv_wire_conn_send(
+    struct dkv_buffer_message message;
+    struct dkv_error err;
+    enum dkv_status status = dkv_buffer_describe(region->buffer, (struct dkv_wire_region){0},
+                                                 &message, &err);
+    if (status != DKV_OK) {
+        region->refused = region->buffer->on_gpu;
+        region->why = err;
+        return status;
+    }
+    status = dkv_wire_conn_send(
         t->conn,
         &(struct dkv_wire_conn_output){.type = DKV_WIRE_REGION_ADD,
                                        .id = t->last_id + 1,
-                                       .payload = payload,
-                                       .payload_bytes = n,
-                                       .fds = &fd,
-                                       .n_fds = 1},
-        &ignored);
-    if (status != DKV_OK)
-        close(fd);
-    else
+                                       .payload = message.payload,
+                                       .payload_bytes = message.payload_bytes,
+                                       .fds = message.fds,
+                                       .n_fds = message.n_fds},
+        &err);
+    if (status == DKV_OK)
         region->add_id = ++t->last_id;
+    for (uint16_t i = 0; status != DKV_OK && i < message.n_fds; i++)
+        close(message.fds[i]); /* else the connection closes them when they are sent */
     return status;
 }
 
@@ -240,7 +242,7 @@ static bool is_ready(const struct dkv_transport *t)
     if (t->conn == NULL || !t->greeted)
         return false;
     for (size_t i = 0; i < t->n_regions; i++)
-        if (t->regions[i].number == 0)
+        if (t->regions[i].number == 0 && !t->regions[i].refused)
             return false;
     return true;
 }
@@ -325,7 +327,7 @@ static void advance(struct dkv_transport *t)
     if (t->conn == NULL)
         return;
     for (size_t i = 0; t->greeted && i < t->n_regions; i++)
-        if (t->regions[i].number == 0 && t->regions[i].add_id == 0)
+        if (t->regions[i].number == 0 && t->regions[i].add_id == 0 && !t->regions[i].refused)
             (void)register_region(t, &t->regions[i]); /* no room: tried again */
     if (is_ready(t))
         send_waiting(t);
@@ -397,14 +399,20 @@ static enum dkv_status take_done(struct dkv_transport *t,
     return status;
 }
 
-/* A buffer that the daemon does not take makes no request fail: its tensors are sent instead. */
-static bool drop_refused_region(struct dkv_transport *t, uint64_t id)
+/* A buffer that the daemon does not take makes no request fail: its tensors are sent instead. Those
+ * of GPU memory cannot be sent, so it is remembered why. */
+static bool drop_refused_region(struct dkv_transport *t, uint64_t id, const struct dkv_error *why)
 {
-    for (size_t i = 0; i < t->n_regions; i++)
-        if (t->regions[i].add_id == id) {
-            t->regions[i] = t->regions[--t->n_regions];
-            return true;
-        }
+    for (size_t i = 0; i < t->n_regions; i++) {
+        struct dkv_ipc_region *region = &t->regions[i];
+        if (region->add_id != id)
+            continue;
+        if (region->buffer->on_gpu)
+            region->add_id = 0, region->refused = true, region->why = *why;
+        else
+            *region = t->regions[--t->n_regions];
+        return true;
+    }
     return false;
 }
 
@@ -425,7 +433,7 @@ static enum dkv_status take_error(struct dkv_transport *t,
         *err = told; /* about the connection */
         return told.status;
     }
-    if (drop_refused_region(t, message->header.id) || c == NULL)
+    if (drop_refused_region(t, message->header.id, &told) || c == NULL)
         return DKV_OK;
     if (told.status == DKV_E_BUSY || told.status == DKV_E_DRAINING)
         retry_or_end(t, c, wire.retry_us > 0 ? wire.retry_us * INT64_C(1000) : FIRST_PAUSE_NS,

@@ -36,6 +36,26 @@ static const struct dkv_ipc_region *find_region(const struct dkv_view *view,
     return NULL;
 }
 
+/* GPU memory can be named or refused, but not copied. */
+static enum dkv_status check_copying(const struct dkv_view *view,
+                                     const struct dkv_ipc_region *regions, size_t n,
+                                     struct dkv_error *err)
+{
+    for (size_t i = 0; i < n; i++) {
+        const struct dropkv_buffer *buffer = regions[i].buffer;
+        if (!dkv_buffer_is_gpu_at(buffer, view->base))
+            continue;
+        uint64_t offset;
+        if (dkv_buffer_holds(buffer, view->base, view->bytes, &offset))
+            return dkv_error_set(err, regions[i].why.status, "%s", regions[i].why.text);
+        return dkv_error_set(
+            err, DKV_E_INVALID,
+            "tensor: %llu bytes from its pointer on, its buffer of GPU memory ends before",
+            (unsigned long long)view->bytes);
+    }
+    return DKV_OK;
+}
+
 static void copy_rows(const struct tensor *t, uint8_t *to)
 {
     const uint8_t *base = t->view->base;
@@ -113,9 +133,14 @@ static enum dkv_status make_bulk(const struct dkv_call *call, const struct dkv_i
     for (uint32_t i = 0; i < call->request.n_blocks; i++) {
         struct tensor tensors[3];
         list_tensors(&call->blocks[i], &call->plans[i], tensors);
-        for (int k = 0; k < 3; k++)
-            if (find_region(tensors[k].view, regions, n_regions, &offset) == NULL)
-                request->bulk_bytes += tensor_bytes(&tensors[k]);
+        for (int k = 0; k < 3; k++) {
+            if (find_region(tensors[k].view, regions, n_regions, &offset) != NULL)
+                continue;
+            const enum dkv_status status = check_copying(tensors[k].view, regions, n_regions, err);
+            if (status != DKV_OK)
+                return status;
+            request->bulk_bytes += tensor_bytes(&tensors[k]);
+        }
     }
     if (request->bulk_bytes == 0)
         return DKV_OK;

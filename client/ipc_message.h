@@ -14,6 +14,8 @@ struct dkv_ipc_region {
     const struct dropkv_buffer *buffer;
     uint32_t number; /* 0: not registered on this connection */
     uint64_t add_id; /* of the message that registers it; 0: none is under way */
+    bool refused;    /* on this connection: GPU memory that the daemon does not take, and why */
+    struct dkv_error why;
 };
 
 /* A request of plain blocks, ready to send. */
@@ -24,7 +26,8 @@ struct dkv_ipc_request {
     uint64_t bulk_bytes;
 };
 
-/* Fills payload and bulk. `timeout_us` is what is left until the deadline. NOMEM. */
+/* Fills payload and bulk. `timeout_us` is what is left until the deadline. NOMEM; for a tensor in
+ * GPU memory that is not registered: why not. */
 enum dkv_status dkv_ipc_put_request(const struct dkv_call *call,
                                     const struct dkv_ipc_region *regions, size_t n_regions,
                                     uint64_t timeout_us, struct dkv_ipc_request *request,

@@ -69,8 +69,9 @@ static int check_options(struct dkv_bench_options *o)
         dkv_complain("--format: '%s' is not one of table, json", o->format);
         return EX_USAGE;
     }
-    if (o->memory != NULL && strcmp(o->memory, "inline") != 0 && strcmp(o->memory, "memfd") != 0) {
-        dkv_complain("--memory: '%s' is not one of inline, memfd", o->memory);
+    if (o->memory != NULL && strcmp(o->memory, "inline") != 0 && strcmp(o->memory, "memfd") != 0 &&
+        strcmp(o->memory, "cuda-vmm") != 0 && strcmp(o->memory, "cuda-ipc") != 0) {
+        dkv_complain("--memory: '%s' is not one of inline, memfd, cuda-vmm, cuda-ipc", o->memory);
         return EX_USAGE;
     }
     if (o->v_dim == 0)
@@ -267,7 +268,7 @@ int dkv_cmd_bench(int argc, const char **argv)
         POPT_TABLEEND,
     };
     struct poptOption load[] = {
-        {"memory", 0, POPT_ARG_STRING, &o->memory, 0, "Where tensors lie: memfd, which a daemon at unix:/// reads in place (default there), or inline", "KIND"},
+        {"memory", 0, POPT_ARG_STRING, &o->memory, 0, "Where tensors lie: memfd, cuda-vmm or cuda-ipc, which a daemon at unix:/// reads in place (memfd by default there), or inline", "KIND"},
         {"streams", 0, POPT_ARG_STRING, NULL, OPT_STREAMS, "Requests in flight (1; with --rate at most 256)", "N"},
         {"rate", 0, POPT_ARG_STRING, NULL, OPT_RATE, "Open loop: requests due per second", "X"},
         {"duration", 0, POPT_ARG_STRING, NULL, OPT_DURATION, "Seconds to measure (5)", "X"},

@@ -8,16 +8,18 @@
 #ifndef DKV_CLIENT_CLI_BENCH_H
 #define DKV_CLIENT_CLI_BENCH_H
 
+#include "client/cli/bench_cuda.h"
 #include "client/cli/options.h"
 
 /* Different blocks; streams share them where there are more. */
-#define DKV_BENCH_SETS_MAX 4u
+#define DKV_BENCH_SETS_MAX     4u
+#define DKV_BENCH_GPU_SETS_MAX 64u /* GPU memory: they hold the same numbers */
 
 struct dkv_bench_options {
     char *endpoint;
     char *format;
     char *dtype_name;
-    char *memory; /* NULL, "inline" or "memfd" */
+    char *memory; /* NULL, "inline", "memfd", "cuda-vmm" or "cuda-ipc" */
     struct dkv_param_options params;
     enum dkv_dtype dtype;
     int64_t batch;
@@ -42,6 +44,7 @@ struct dkv_samples {
 
 struct dkv_block_set {
     struct dropkv_buffer *buffer; /* that holds all three; NULL: each is from malloc */
+    struct dkv_bench_cuda *cuda;  /* whose buffer that is, and they are device addresses; or NULL */
     void *query;
     void *key;
     void *value;
@@ -59,7 +62,7 @@ struct dkv_bench {
     struct dropkv_client *client;
     const char *endpoint;
     bool embedded;
-    struct dkv_block_set sets[DKV_BENCH_SETS_MAX];
+    struct dkv_block_set sets[DKV_BENCH_GPU_SETS_MAX];
     unsigned n_sets;
     struct dkv_bench_stream *streams;
     unsigned n_streams;

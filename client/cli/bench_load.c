@@ -22,6 +22,7 @@
 #include <time.h>
 
 #define BLOCK_BYTES_MAX (UINT64_C(1) << 30) /* of all blocks together, if more than one fits */
+#define GPU_BYTES_MAX   (UINT64_C(4) << 30)
 #define SEED            20261129u
 
 /* ---- blocks ---- */
@@ -100,6 +101,11 @@ static bool wants_buffer(const struct dkv_bench *b)
                                : strncmp(b->endpoint, "unix:", 5) == 0;
 }
 
+static bool wants_gpu(const struct dkv_bench *b)
+{
+    return b->o.memory != NULL && strncmp(b->o.memory, "cuda-", 5) == 0;
+}
+
 /* Memory of a block's tensors. */
 static int make_set(struct dkv_bench *b, struct dkv_block_set *set)
 {
@@ -109,7 +115,12 @@ static int make_set(struct dkv_bench *b, struct dkv_block_set *set)
                                          dkv_dtype_bytes(query_dtype(&b->o)));
     const uint64_t key_bytes = aligned(key_elements(&b->o) * dkv_dtype_bytes(b->o.dtype));
     const uint64_t value_bytes = aligned(value_elements(&b->o) * dkv_dtype_bytes(b->o.dtype));
-    if (!wants_buffer(b)) {
+    if (wants_gpu(b)) {
+        if (dkv_bench_cuda_new(strcmp(b->o.memory, "cuda-vmm") == 0,
+                               query_bytes + key_bytes + value_bytes, &set->cuda, &set->buffer,
+                               &error) != DKV_OK)
+            return dkv_fail(NULL, &error);
+    } else if (!wants_buffer(b)) {
         set->query = tensor_memory(query_bytes);
         set->key = tensor_memory(key_bytes);
         set->value = tensor_memory(value_bytes);
@@ -118,7 +129,8 @@ static int make_set(struct dkv_bench *b, struct dkv_block_set *set)
         dkv_complain("no memory for %" PRIu64 " bytes of tensors", dkv_bench_request_bytes(&b->o));
         return EX_OSERR;
     }
-    if (dropkv_buffer_new(query_bytes + key_bytes + value_bytes, &set->buffer, err) != DROPKV_OK ||
+    if ((set->buffer == NULL && dropkv_buffer_new(query_bytes + key_bytes + value_bytes,
+                                                  &set->buffer, err) != DROPKV_OK) ||
         dropkv_client_add_buffer(b->client, set->buffer, err) != DROPKV_OK)
         return dkv_fail(NULL, &error);
     set->query = dropkv_buffer_data(set->buffer);
@@ -127,12 +139,37 @@ static int make_set(struct dkv_bench *b, struct dkv_block_set *set)
     return EX_OK;
 }
 
+/* The numbers of every set on a GPU are those of one in host memory. */
+static int fill_gpu_sets(struct dkv_bench *b, struct dkv_random *random)
+{
+    struct dkv_error error;
+    const struct dkv_block_set *first = &b->sets[0];
+    const uint64_t bytes = (uint64_t)((char *)first->value - (char *)first->query) +
+                           aligned(value_elements(&b->o) * dkv_dtype_bytes(b->o.dtype));
+    char *host = malloc(bytes);
+    if (host == NULL)
+        return dkv_fail_memory();
+    dkv_random_normal(random, query_dtype(&b->o), host, query_elements(&b->o));
+    dkv_random_normal(random, b->o.dtype, host + ((char *)first->key - (char *)first->query),
+                      key_elements(&b->o));
+    dkv_random_normal(random, b->o.dtype, host + ((char *)first->value - (char *)first->query),
+                      value_elements(&b->o));
+    int code = EX_OK;
+    for (unsigned i = 0; code == EX_OK && i < b->n_sets; i++)
+        if (dkv_bench_cuda_write(b->sets[i].cuda, 0, host, bytes, &error) != DKV_OK)
+            code = dkv_fail(NULL, &error);
+    free(host);
+    return code;
+}
+
 static int make_blocks(struct dkv_bench *b)
 {
     struct dkv_random random;
     const uint64_t bytes = dkv_bench_request_bytes(&b->o);
-    uint64_t n_sets = BLOCK_BYTES_MAX / (bytes == 0 ? 1 : bytes);
-    n_sets = n_sets < 1 ? 1 : n_sets > DKV_BENCH_SETS_MAX ? DKV_BENCH_SETS_MAX : n_sets;
+    const uint64_t room = wants_gpu(b) ? GPU_BYTES_MAX : BLOCK_BYTES_MAX;
+    uint64_t n_sets = room / (bytes == 0 ? 1 : bytes);
+    const unsigned most = wants_gpu(b) ? DKV_BENCH_GPU_SETS_MAX : DKV_BENCH_SETS_MAX;
+    n_sets = n_sets < 1 ? 1 : n_sets > most ? most : n_sets;
     b->n_sets = b->n_streams < n_sets ? b->n_streams : (unsigned)n_sets;
     dkv_random_init(&random, SEED);
     for (unsigned i = 0; i < b->n_sets; i++) {
@@ -140,11 +177,13 @@ static int make_blocks(struct dkv_bench *b)
         const int code = make_set(b, set);
         if (code != EX_OK)
             return code;
+        if (wants_gpu(b))
+            continue;
         dkv_random_normal(&random, query_dtype(&b->o), set->query, query_elements(&b->o));
         dkv_random_normal(&random, b->o.dtype, set->key, key_elements(&b->o));
         dkv_random_normal(&random, b->o.dtype, set->value, value_elements(&b->o));
     }
-    return EX_OK;
+    return wants_gpu(b) ? fill_gpu_sets(b, &random) : EX_OK;
 }
 
 /* ---- sending and receiving ---- */
@@ -367,7 +406,9 @@ void dkv_bench_load_fini(struct dkv_bench *b)
             free(set->key);
             free(set->value);
         }
-        dropkv_buffer_free(set->buffer);
+        if (set->cuda == NULL)
+            dropkv_buffer_free(set->buffer);
+        dkv_bench_cuda_free(set->cuda);
     }
     free(b->streams);
     free(b->samples.ns);

@@ -3,6 +3,7 @@
  *
  * usage: test_client_ipc DROPKVD
  */
+#include "client/buffer.h"
 #include "client/cli/embedded.h"
 #include "client/cli/synth.h"
 
@@ -341,6 +342,83 @@ static void scales_per_head_and_sink_logits_cross_the_socket(void **unused)
     dropkv_buffer_free(buffer);
 }
 
+/* A buffer as dropkv_buffer_from_cuda() makes it, of a GPU that nobody has. */
+static struct dropkv_buffer gpu_buffer(const void *at, size_t bytes)
+{
+    return (struct dropkv_buffer){
+        .fd = -1,
+        .base = (void *)(uintptr_t)at,
+        .bytes = bytes,
+        .on_gpu = true,
+        .cuda = {.kind = DKV_WIRE_REGION_CUDA_LEGACY, .uuid = {1}, .handle = {2}},
+    };
+}
+
+static void gpu_memory_that_a_daemon_refuses_is_never_read_here(void **unused)
+{
+    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_request r = make_request(&tensors, 1);
+    struct dropkv_result *result = NULL;
+    struct dropkv_error error = {0};
+    struct dropkv_result *expected = expected_answer(&r);
+    /* Addresses of the device: reading there would end this program. */
+    const char *device = (const char *)(uintptr_t)0x700000000000;
+    const struct dropkv_buffer buffer = gpu_buffer(device, sizeof(tensors.key));
+    (void)unused;
+    assert_int_equal(dropkv_client_add_buffer(client, &buffer, NULL), DROPKV_OK);
+    r.key.data = device;
+    for (int i = 0; i < 2; i++) { /* the second time it is known */
+        assert_int_equal(dropkv_score(client, &r, &result, &error), DROPKV_E_UNSUPPORTED);
+        assert_non_null(strstr(error.text, "no CUDA worker"));
+    }
+    r.key.data = device + sizeof(tensors.key) - 4;
+    assert_int_equal(dropkv_score(client, &r, &result, &error), DROPKV_E_INVALID);
+    assert_non_null(strstr(error.text, "ends before"));
+    r.key.data = tensors.key; /* others are not concerned */
+    result = score(client, &r);
+    assert_same(result, expected);
+    dropkv_result_free(result);
+    dropkv_result_free(expected);
+    dropkv_client_remove_buffer(client, &buffer);
+    dropkv_client_close(client);
+}
+
+static void gpu_memory_is_for_the_local_socket(void **unused)
+{
+    struct dropkv_client *client = NULL;
+    struct dropkv_error error = {0};
+    const struct dropkv_buffer buffer = gpu_buffer(&tensors, 64);
+    (void)unused;
+    assert_int_equal(dropkv_client_open("http://127.0.0.1:1", NULL, &client, &error), DROPKV_OK);
+    assert_int_equal(dropkv_client_add_buffer(client, &buffer, &error), DROPKV_E_UNSUPPORTED);
+    assert_non_null(strstr(error.text, "unix:///"));
+    dropkv_client_close(client);
+}
+
+static void what_is_no_gpu_memory_makes_no_buffer(void **unused)
+{
+    struct dropkv_buffer *buffer = NULL;
+    struct dropkv_error error = {0};
+    (void)unused;
+    assert_int_equal(dropkv_buffer_from_cuda(NULL, 64, DROPKV_CUDA_ANY, &buffer, &error),
+                     DROPKV_E_INVALID);
+    assert_int_equal(dropkv_buffer_from_cuda(&tensors, 0, DROPKV_CUDA_ANY, &buffer, &error),
+                     DROPKV_E_INVALID);
+    assert_int_equal(
+        dropkv_buffer_from_cuda(&tensors, 64, (enum dropkv_cuda_export)7, &buffer, &error),
+        DROPKV_E_INVALID);
+    assert_non_null(strstr(error.text, "7"));
+    /* Without a driver that is the reason, with one the pointer is. */
+    const enum dropkv_status status = dropkv_buffer_from_cuda(&tensors, 64, DROPKV_CUDA_ANY,
+                                                              &buffer, &error);
+    assert_true(status == DROPKV_E_UNSUPPORTED || status == DROPKV_E_INVALID);
+    assert_null(buffer);
+    assert_int_equal(dropkv_buffer_new(64, &buffer, &error), DROPKV_OK);
+    dropkv_buffer_unexport(buffer);
+    assert_int_equal(dropkv_buffer_export_again(buffer, &error), DROPKV_E_INVALID);
+    dropkv_buffer_free(buffer);
+}
+
 static void a_batch_of_thousands_is_one_request(void **unused)
 {
     enum { N = 4096, SMALL = 16 };
@@ -438,6 +516,9 @@ int main(int argc, char **argv)
         cmocka_unit_test(what_lies_in_a_buffer_is_read_there),
         cmocka_unit_test(strides_and_the_order_of_dimensions_are_numbers),
         cmocka_unit_test(scales_per_head_and_sink_logits_cross_the_socket),
+        cmocka_unit_test(gpu_memory_that_a_daemon_refuses_is_never_read_here),
+        cmocka_unit_test(gpu_memory_is_for_the_local_socket),
+        cmocka_unit_test(what_is_no_gpu_memory_makes_no_buffer),
         cmocka_unit_test(a_batch_of_thousands_is_one_request),
         cmocka_unit_test(many_in_flight_are_answered_once_each_and_a_bad_one_fails_alone),
         cmocka_unit_test(cancelled_and_late_requests_do_not_disturb_others),
