@@ -18,23 +18,25 @@ _Static_assert((int)DROPKV_BF16 == (int)DKV_BF16, "type numbers");
 _Static_assert((int)DROPKV_F8_E5M2 == (int)DKV_F8_E5M2, "type numbers");
 _Static_assert(sizeof(struct dropkv_error) == sizeof(struct dkv_error), "error layout");
 
-/* A request made by a caller that was compiled against another version: what it knows is taken,
- * the rest is zero, and what only it knows must be zero. */
-static enum dkv_status take_request(const struct dropkv_request *from, struct dropkv_request *to,
-                                    struct dkv_error *err)
+#define KEPT_BYTES_MAX (1u << 20) /* an array above that is not kept */
+
+enum dkv_status dkv_take_struct(const void *from, size_t least, void *to, size_t bytes,
+                                const char *name, const char *macro, struct dkv_error *err)
 {
-    const size_t theirs = from->struct_size;
-    if (theirs < offsetof(struct dropkv_request, want_scores) || theirs > 4096)
+    size_t theirs;
+    memcpy(&theirs, from, sizeof(theirs)); /* struct_size comes first */
+    if (theirs < least || theirs > 4096)
         return dkv_error_set(err, DKV_E_INVALID,
-                             "request: struct_size %zu was not set by DROPKV_REQUEST_INIT", theirs);
-    const uint8_t *bytes = (const uint8_t *)from;
-    for (size_t i = sizeof(*to); i < theirs; i++)
-        if (bytes[i] != 0)
+                             "%s: struct_size %zu was not set by DROPKV_%s_INIT", name, theirs,
+                             macro);
+    const uint8_t *unknown = (const uint8_t *)from;
+    for (size_t i = bytes; i < theirs; i++)
+        if (unknown[i] != 0)
             return dkv_error_set(err, DKV_E_UNSUPPORTED,
-                                 "request: uses a field that library version %s does not know",
+                                 "%s: uses a field that library version %s does not know", name,
                                  dropkv_version());
-    memset(to, 0, sizeof(*to));
-    memcpy(to, from, theirs < sizeof(*to) ? theirs : sizeof(*to));
+    memset(to, 0, bytes);
+    memcpy(to, from, theirs < bytes ? theirs : bytes);
     return DKV_OK;
 }
 
@@ -62,15 +64,14 @@ static enum dkv_status take_param(struct dkv_params *params, const struct dropkv
                          (int)param->kind);
 }
 
-static enum dkv_status take_params(struct dkv_params *params, const struct dropkv_request *request,
-                                   struct dkv_error *err)
+static enum dkv_status take_params(struct dkv_params *params, const struct dropkv_param *from,
+                                   size_t n, struct dkv_error *err)
 {
     dkv_params_init(params);
-    if (request->n_params > 0 && request->params == NULL)
-        return dkv_error_set(err, DKV_E_INVALID, "params: null, n_params is %zu",
-                             request->n_params);
-    for (size_t i = 0; i < request->n_params; i++) {
-        enum dkv_status status = take_param(params, &request->params[i], err);
+    if (n > 0 && from == NULL)
+        return dkv_error_set(err, DKV_E_INVALID, "params: null, n_params is %zu", n);
+    for (size_t i = 0; i < n; i++) {
+        enum dkv_status status = take_param(params, &from[i], err);
         if (status != DKV_OK)
             return status;
     }
@@ -205,37 +206,38 @@ static enum dkv_status check_counts(const struct dropkv_request *r, struct dkv_e
     return DKV_OK;
 }
 
-enum dkv_status dkv_call_init(struct dkv_call *call_out, const struct dropkv_request *request,
-                              struct dkv_error *err)
-{
-    struct dropkv_request r;
-    struct dkv_call call = {0};
-    enum dkv_status status = take_request(request, &r, err);
-    if (status == DKV_OK)
-        status = check_counts(&r, err);
-    if (status == DKV_OK)
-        status = take_params(&call.request.params, &r, err);
-    if (status != DKV_OK)
-        return status;
+/* ---- memory ---- */
 
-    call.blocks = calloc(r.batch, sizeof(call.blocks[0]));
-    call.plans = calloc(r.batch, sizeof(call.plans[0]));
-    call.floats = calloc(2 * ((size_t)r.kv_heads + r.q_heads), sizeof(call.floats[0]));
-    call.request.blocks = call.blocks;
-    call.request.n_blocks = r.batch;
-    call.request.want_scores = r.want_scores != 0;
-    if (call.blocks == NULL || call.plans == NULL || call.floats == NULL)
-        status = dkv_error_set(err, DKV_E_NOMEM, "no memory for %u blocks", r.batch);
-    if (status == DKV_OK)
-        status = fill_blocks(&call, &r, err);
-    if (status == DKV_OK)
-        status = dkv_request_validate(&call.request, call.plans, err);
-    if (status != DKV_OK) {
-        dkv_call_fini(&call);
-        return status;
-    }
-    *call_out = call;
-    return DKV_OK;
+static bool reserve_blocks(struct dkv_call *call, uint32_t n)
+{
+    if (n <= call->blocks_room)
+        return true;
+    free(call->blocks);
+    free(call->plans);
+    call->blocks = malloc(n * sizeof(call->blocks[0]));
+    call->plans = malloc(n * sizeof(call->plans[0]));
+    call->blocks_room = call->blocks != NULL && call->plans != NULL ? n : 0;
+    return call->blocks_room == n;
+}
+
+static bool reserve_floats(struct dkv_call *call, uint32_t n)
+{
+    if (n <= call->floats_room)
+        return true;
+    free(call->floats);
+    call->floats = malloc(n * sizeof(call->floats[0]));
+    call->floats_room = call->floats != NULL ? n : 0;
+    return call->floats != NULL;
+}
+
+static bool reserve_table(struct dkv_call *call, size_t bytes)
+{
+    if (bytes <= call->table_room)
+        return true;
+    free(call->table);
+    call->table = malloc(bytes);
+    call->table_room = call->table != NULL ? bytes : 0;
+    return call->table != NULL;
 }
 
 void dkv_call_fini(struct dkv_call *call)
@@ -243,5 +245,95 @@ void dkv_call_fini(struct dkv_call *call)
     free(call->blocks);
     free(call->plans);
     free(call->floats);
+    free(call->table);
     *call = (struct dkv_call){0};
+}
+
+void dkv_call_trim(struct dkv_call *call)
+{
+    if (call->blocks_room * (sizeof(call->blocks[0]) + sizeof(call->plans[0])) > KEPT_BYTES_MAX ||
+        call->table_room > KEPT_BYTES_MAX)
+        dkv_call_fini(call);
+}
+
+/* ---- a request ---- */
+
+enum dkv_status dkv_call_init(struct dkv_call *call, const struct dropkv_request *request,
+                              struct dkv_error *err)
+{
+    struct dropkv_request r;
+    enum dkv_status status = dkv_take_struct(request, offsetof(struct dropkv_request, want_scores),
+                                             &r, sizeof(r), "request", "REQUEST", err);
+    if (status == DKV_OK)
+        status = check_counts(&r, err);
+    if (status == DKV_OK)
+        status = take_params(&call->request.params, r.params, r.n_params, err);
+    if (status != DKV_OK)
+        return status;
+    if (!reserve_blocks(call, r.batch) || !reserve_floats(call, 2 * (r.kv_heads + r.q_heads)))
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for %u blocks", r.batch);
+    call->is_prompt = false;
+    call->request.blocks = call->blocks;
+    call->request.n_blocks = r.batch;
+    call->request.want_scores = r.want_scores != 0;
+    memset(call->plans, 0, r.batch * sizeof(call->plans[0]));
+    status = fill_blocks(call, &r, err);
+    return status == DKV_OK ? dkv_request_validate(&call->request, call->plans, err) : status;
+}
+
+/* ---- a prompt ---- */
+
+static enum dkv_status check_table(const struct dropkv_prompt *prompt, struct dkv_error *err)
+{
+    const bool any = prompt->table != NULL || prompt->table_buffer != NULL;
+    if (prompt->table != NULL && prompt->table_buffer != NULL)
+        return dkv_error_set(err, DKV_E_INVALID, "table and table_buffer exclude each other");
+    if (any && prompt->table_entry_bytes != 4 && prompt->table_entry_bytes != 8)
+        return dkv_error_set(err, DKV_E_INVALID, "table_entry_bytes %u is not 4 or 8",
+                             prompt->table_entry_bytes);
+    if (any != (prompt->table_entries > 0))
+        return dkv_error_set(err, DKV_E_INVALID, "table_entries %u %s a page table",
+                             prompt->table_entries, any ? "with" : "without");
+    return DKV_OK;
+}
+
+static enum dkv_status check_prompt(const struct dropkv_prompt *prompt, struct dkv_error *err)
+{
+    if (prompt->cache == NULL || prompt->stash == NULL)
+        return dkv_error_set(err, DKV_E_INVALID, "%s is null",
+                             prompt->cache == NULL ? "cache" : "stash");
+    if (prompt->fence != NULL && prompt->fence_offset % 8 != 0)
+        return dkv_error_set(err, DKV_E_INVALID, "fence_offset %zu is not a multiple of 8",
+                             prompt->fence_offset);
+    if (prompt->output != NULL && prompt->output_offset % 4 != 0)
+        return dkv_error_set(err, DKV_E_INVALID, "output_offset %zu is not a multiple of 4",
+                             prompt->output_offset);
+    return check_table(prompt, err);
+}
+
+enum dkv_status dkv_call_init_prompt(struct dkv_call *call, const struct dropkv_prompt *prompt,
+                                     struct dkv_error *err)
+{
+    struct dropkv_prompt *p = &call->prompt;
+    enum dkv_status status = dkv_take_struct(prompt, offsetof(struct dropkv_prompt, user), p,
+                                             sizeof(*p), "prompt", "PROMPT", err);
+    if (status == DKV_OK)
+        status = check_prompt(p, err);
+    if (status == DKV_OK)
+        status = take_params(&call->request.params, p->params, p->n_params, err);
+    if (status != DKV_OK)
+        return status;
+    if (p->table != NULL) {
+        const size_t bytes = (size_t)p->table_entries * p->table_entry_bytes;
+        if (!reserve_table(call, bytes))
+            return dkv_error_set(err, DKV_E_NOMEM, "no memory for %u table entries",
+                                 p->table_entries);
+        p->table = memcpy(call->table, p->table, bytes);
+    }
+    p->params = NULL;
+    call->is_prompt = true;
+    call->request.blocks = NULL;
+    call->request.n_blocks = 0;
+    call->request.want_scores = p->want_scores != 0;
+    return DKV_OK;
 }

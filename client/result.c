@@ -1,26 +1,117 @@
-/* A result is the public struct and the memory its pointers point to, in one allocation that the
- * caller knows only by its first part. */
+/* A result is the public struct and the memory its pointers point to; the caller knows only its
+ * first part.
+ *
+ * Results that were freed wait in a list of their pool. Anybody may put one there, at any time; the
+ * client alone takes, and takes the whole list, so that no place in it is looked at twice. Every
+ * result that is out holds a reference to the pool.
+ */
 #include "client/result.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
+
+#define KEPT_BYTES_MAX (UINT64_C(16) << 20) /* an array above that is not kept */
+
+struct array {
+    void *bytes;
+    uint64_t room;
+};
 
 struct result {
     struct dropkv_result public; /* first: the two pointers are the same */
-    int32_t *keep;
-    float *scores;
+    struct dkv_results *results;
+    struct result *next; /* while it waits */
+    struct array keep;
+    struct array scores;
     char backend[64];
     char error_text[sizeof(((struct dkv_error *)NULL)->text)];
 };
 
-struct dropkv_result *dkv_result_new(void)
+struct dkv_results {
+    _Atomic uint32_t n_refs; /* the client's, and one for each result that is out */
+    _Atomic bool closed;
+    _Atomic(struct result *) freed;
+    struct result *idle; /* the client's: taken from `freed` */
+};
+
+static void result_delete(struct result *result)
 {
-    struct result *result = calloc(1, sizeof(*result));
-    if (result == NULL)
+    free(result->keep.bytes);
+    free(result->scores.bytes);
+    free(result);
+}
+
+static void delete_all(struct result *list)
+{
+    while (list != NULL) {
+        struct result *result = list;
+        list = result->next;
+        result_delete(result);
+    }
+}
+
+struct dkv_results *dkv_results_new(void)
+{
+    struct dkv_results *results = calloc(1, sizeof(*results));
+    if (results != NULL)
+        atomic_init(&results->n_refs, 1);
+    return results;
+}
+
+static void results_unref(struct dkv_results *results)
+{
+    if (atomic_fetch_sub(&results->n_refs, 1) > 1)
+        return;
+    delete_all(atomic_load(&results->freed));
+    free(results);
+}
+
+void dkv_results_close(struct dkv_results *results)
+{
+    if (results == NULL)
+        return;
+    atomic_store(&results->closed, true);
+    delete_all(results->idle);
+    delete_all(atomic_exchange(&results->freed, NULL));
+    results_unref(results);
+}
+
+struct dropkv_result *dkv_result_new(struct dkv_results *results)
+{
+    if (results->idle == NULL)
+        results->idle = atomic_exchange(&results->freed, NULL);
+    struct result *result = results->idle;
+    if (result != NULL)
+        results->idle = result->next;
+    else if ((result = calloc(1, sizeof(*result))) == NULL)
         return NULL;
-    result->public.backend = result->backend;
-    result->public.error_text = result->error_text;
+    result->public = (struct dropkv_result){
+        .backend = result->backend,
+        .error_text = result->error_text,
+    };
+    result->backend[0] = '\0';
+    result->error_text[0] = '\0';
+    result->results = results;
+    atomic_fetch_add(&results->n_refs, 1);
     return &result->public;
+}
+
+static void array_drop(struct array *array)
+{
+    free(array->bytes);
+    *array = (struct array){0};
+}
+
+static bool array_grow(struct array *array, uint64_t bytes)
+{
+    if (bytes <= array->room && array->bytes != NULL)
+        return true;
+    array_drop(array);
+    array->bytes = malloc(bytes == 0 ? 1 : bytes);
+    array->room = array->bytes != NULL ? bytes : 0;
+    return array->bytes != NULL;
 }
 
 enum dkv_status dkv_result_reserve(struct dropkv_result *public, uint32_t batch, uint32_t kv_heads,
@@ -29,36 +120,46 @@ enum dkv_status dkv_result_reserve(struct dropkv_result *public, uint32_t batch,
 {
     struct result *result = (struct result *)public;
     const uint64_t n_heads = (uint64_t)batch * kv_heads;
-    uint64_t n_keep;
-    uint64_t n_scores;
-    free(result->keep);
-    free(result->scores);
-    result->keep = NULL;
-    result->scores = NULL;
-    if (!dkv_mul_u64(n_heads, keep_tokens, &n_keep) || !dkv_mul_u64(n_heads, n_tokens, &n_scores))
+    uint64_t keep_bytes, scores_bytes;
+    public->keep_indices = NULL;
+    public->scores = NULL;
+    if (!dkv_mul_u64(n_heads, keep_tokens, &keep_bytes) ||
+        !dkv_mul_u64(keep_bytes, sizeof(int32_t), &keep_bytes) ||
+        !dkv_mul_u64(n_heads, n_tokens, &scores_bytes) ||
+        !dkv_mul_u64(scores_bytes, sizeof(float), &scores_bytes))
         return dkv_error_set(err, DKV_E_NOMEM, "the answer's size overflows");
-    result->keep = calloc(n_keep == 0 ? 1 : n_keep, sizeof(result->keep[0]));
-    if (with_scores)
-        result->scores = calloc(n_scores == 0 ? 1 : n_scores, sizeof(result->scores[0]));
-    if (result->keep == NULL || (with_scores && result->scores == NULL))
+    if (!array_grow(&result->keep, keep_bytes) ||
+        (with_scores && !array_grow(&result->scores, scores_bytes)))
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for the answer");
     public->batch = batch;
     public->kv_heads = kv_heads;
     public->n_tokens = n_tokens;
     public->keep_tokens = keep_tokens;
-    public->keep_indices = result->keep;
-    public->scores = result->scores;
+    public->keep_indices = result->keep.bytes;
+    public->scores = with_scores ? result->scores.bytes : NULL;
     return DKV_OK;
+}
+
+void dkv_result_borrow(struct dropkv_result *public, uint32_t batch, uint32_t kv_heads,
+                       uint64_t n_tokens, uint64_t keep_tokens, const int32_t *keep,
+                       const float *scores)
+{
+    public->batch = batch;
+    public->kv_heads = kv_heads;
+    public->n_tokens = n_tokens;
+    public->keep_tokens = keep_tokens;
+    public->keep_indices = keep;
+    public->scores = scores;
 }
 
 int32_t *dkv_result_keep(struct dropkv_result *public)
 {
-    return ((struct result *)public)->keep;
+    return ((struct result *)public)->keep.bytes;
 }
 
 float *dkv_result_scores(struct dropkv_result *public)
 {
-    return ((struct result *)public)->scores;
+    return public->scores != NULL ? ((struct result *)public)->scores.bytes : NULL;
 }
 
 void dkv_result_set_backend(struct dropkv_result *public, const char *backend)
@@ -79,7 +180,17 @@ void dropkv_result_free(struct dropkv_result *public)
     struct result *result = (struct result *)public;
     if (result == NULL)
         return;
-    free(result->keep);
-    free(result->scores);
-    free(result);
+    struct dkv_results *results = result->results;
+    if (atomic_load(&results->closed)) {
+        result_delete(result);
+    } else {
+        if (result->keep.room > KEPT_BYTES_MAX)
+            array_drop(&result->keep);
+        if (result->scores.room > KEPT_BYTES_MAX)
+            array_drop(&result->scores);
+        result->next = atomic_load(&results->freed);
+        while (!atomic_compare_exchange_weak(&results->freed, &result->next, result))
+            ;
+    }
+    results_unref(results);
 }

@@ -1,7 +1,9 @@
-/* The answer's memory.
+/* The answer's memory, which is used again.
  *
- * Owner   whoever holds the pointer; dropkv_result_free() frees it and all its arrays.
- * Thread  any, one at a time per result.
+ * Owner   whoever holds the pointer; dropkv_result_free() gives it back with all its arrays. A
+ *         pool is its client's; it lasts until its last result was given back, also after the
+ * client was closed. Thread  dropkv_result_free(): any, one at a time per result. All else: the
+ * client's.
  */
 #ifndef DKV_CLIENT_RESULT_H
 #define DKV_CLIENT_RESULT_H
@@ -9,16 +11,26 @@
 #include "client/dropkv.h"
 #include "proto/types.h"
 
-/* An empty result; NULL if there is no memory. */
-struct dropkv_result *dkv_result_new(void);
+struct dkv_results;
 
-/* Makes room for an answer, zeroed: keep_indices [batch][kv_heads][keep_tokens], and with
- * `with_scores` scores [batch][kv_heads][n_tokens]. Replaces room made before. NOMEM. */
+struct dkv_results *dkv_results_new(void);           /* NULL if there is no memory */
+void dkv_results_close(struct dkv_results *results); /* NULL is fine */
+
+/* An empty result; NULL if there is no memory. */
+struct dropkv_result *dkv_result_new(struct dkv_results *results);
+
+/* Makes room for an answer: keep_indices [batch][kv_heads][keep_tokens], and with `with_scores`
+ * scores [batch][kv_heads][n_tokens]. Whoever asks fills all of it. NOMEM. */
 enum dkv_status dkv_result_reserve(struct dropkv_result *result, uint32_t batch, uint32_t kv_heads,
                                    uint64_t n_tokens, uint64_t keep_tokens, bool with_scores,
                                    struct dkv_error *err);
 
-/* The same arrays, to be written. */
+/* The answer lies in the caller's own memory instead. `scores` may be NULL. */
+void dkv_result_borrow(struct dropkv_result *result, uint32_t batch, uint32_t kv_heads,
+                       uint64_t n_tokens, uint64_t keep_tokens, const int32_t *keep,
+                       const float *scores);
+
+/* The reserved arrays, to be written. */
 int32_t *dkv_result_keep(struct dropkv_result *result);
 float *dkv_result_scores(struct dropkv_result *result);
 

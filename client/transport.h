@@ -15,6 +15,7 @@
 #include "proto/oip.h"
 
 struct dkv_transport;
+struct dkv_transport_objects;
 
 struct dkv_job {
     struct dkv_call call;
@@ -63,11 +64,31 @@ struct dkv_transport_ops {
     enum dkv_status (*info)(struct dkv_transport *transport, int64_t deadline_ns,
                             struct dkv_oip_info *info_out, struct dkv_error *err);
 
-    /* From now on, or no longer, tensors in the buffer need no copy. NULL: it makes no difference
-     * to this transport. */
+    /* From now on, or no longer, tensors in the buffer need no copy; answers may go there if it is
+     * `writable`. NULL: it makes no difference to this transport. */
     enum dkv_status (*add_buffer)(struct dkv_transport *transport,
-                                  const struct dropkv_buffer *buffer, struct dkv_error *err);
+                                  const struct dropkv_buffer *buffer, bool writable,
+                                  struct dkv_error *err);
     void (*remove_buffer)(struct dkv_transport *transport, const struct dropkv_buffer *buffer);
+
+    const struct dkv_transport_objects *objects; /* NULL: none */
+};
+
+/* What a daemon on the same host keeps for a client; client/dropkv.h documents each. detach blocks
+ * until the deadline at most. */
+struct dkv_transport_objects {
+    enum dkv_status (*add_cache)(struct dkv_transport *transport,
+                                 const struct dropkv_cache_layout *layout,
+                                 struct dropkv_cache **cache_out, struct dkv_error *err);
+    enum dkv_status (*add_stash)(struct dkv_transport *transport,
+                                 const struct dropkv_stash_layout *layout,
+                                 struct dropkv_stash **stash_out, struct dkv_error *err);
+    void (*remove_cache)(struct dkv_transport *transport, struct dropkv_cache *cache);
+    void (*remove_stash)(struct dkv_transport *transport, struct dropkv_stash *stash);
+    enum dkv_status (*detach)(struct dkv_transport *transport, const struct dropkv_buffer *buffer,
+                              int64_t deadline_ns, struct dkv_error *err);
+    enum dkv_status (*attach)(struct dkv_transport *transport, const struct dropkv_buffer *buffer,
+                              struct dkv_error *err);
 };
 
 /* HTTP(S), through libcurl. */

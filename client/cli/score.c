@@ -234,13 +234,14 @@ static int open_blocks(struct command *c, const char **paths)
 /* What the gate makes of this request: it fills in defaults, which the table shows. */
 static void note_classes(struct dkv_outcome *outcome, const struct dropkv_request *request)
 {
-    struct dkv_call call;
-    if (dkv_call_init(&call, request, NULL) != DKV_OK)
-        return; /* submission says what is wrong */
-    const uint64_t n = request->n_tokens;
-    const uint64_t sinks = call.plans[0].sinks > TABLE_SINKS ? call.plans[0].sinks : TABLE_SINKS;
-    outcome->recent = call.plans[0].recent;
-    outcome->sinks = sinks < n ? sinks : n;
+    struct dkv_call call = {0};
+    if (dkv_call_init(&call, request, NULL) == DKV_OK) { /* else submission says what is wrong */
+        const uint64_t n = request->n_tokens;
+        const uint64_t sinks = call.plans[0].sinks > TABLE_SINKS ? call.plans[0].sinks
+                                                                 : TABLE_SINKS;
+        outcome->recent = call.plans[0].recent;
+        outcome->sinks = sinks < n ? sinks : n;
+    }
     dkv_call_fini(&call);
 }
 

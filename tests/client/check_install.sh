@@ -31,7 +31,7 @@ lib=$(dirname "$(find "$scratch" -name libdropkv.so)")
 PKG_CONFIG_PATH=$(dirname "$pc") PKG_CONFIG_SYSROOT_DIR=$scratch
 export PKG_CONFIG_PATH PKG_CONFIG_SYSROOT_DIR
 flags="$sanitize $(pkg-config --cflags --libs dropkv)"
-for example in keep layers; do
+for example in keep layers prompts; do
     # shellcheck disable=SC2086 # words
     $cc -std=c99 -D_POSIX_C_SOURCE=200809L -Wall -Wextra -Werror "$root/client/examples/$example.c" \
         -o "$scratch/$example" $flags
@@ -46,7 +46,13 @@ int main()
 {
     struct dropkv_request request = DROPKV_REQUEST_INIT;
     struct dropkv_client_options options = DROPKV_CLIENT_OPTIONS_INIT;
+    struct dropkv_prompt prompt = DROPKV_PROMPT_INIT;
+    struct dropkv_cache_layout cache = DROPKV_CACHE_LAYOUT_INIT;
+    struct dropkv_stash_layout stash = DROPKV_STASH_LAYOUT_INIT;
     struct dropkv_param param = dropkv_int("window", 8);
+    prompt.params = &param;
+    if (cache.struct_size == stash.struct_size + prompt.struct_size)
+        return 2;
     request.params = &param;
     return request.struct_size == options.struct_size || dropkv_version_number() == 0;
 }
@@ -57,7 +63,7 @@ fi
 
 # The daemon's log says where it listens.
 mkfifo "$scratch/log"
-"$dropkvd" --http 127.0.0.1:0 --socket off 2>"$scratch/log" &
+"$dropkvd" --http 127.0.0.1:0 --socket "$scratch/run/s" 2>"$scratch/log" &
 daemon=$!
 port=
 exec 3<"$scratch/log"
@@ -75,6 +81,10 @@ grep -q '^KV head 0 keeps 64 of 2048 tokens:.* 1000 ' "$scratch/kept" ||
     fail "layers failed:" "$scratch/kept"
 [ "$(grep -c 'keeps 51 of 1024 tokens' "$scratch/kept")" -eq 12 ] ||
     fail "layers did not answer for 12 layers:" "$scratch/kept"
+"$scratch/prompts" "unix://$scratch/run/s" >"$scratch/kept" 2>&1 ||
+    fail "prompts failed:" "$scratch/kept"
+[ "$(grep -c 'keeps.* 100 101 102 103 ' "$scratch/kept")" -eq 12 ] ||
+    fail "prompts did not find the needle in 4 layers of 3 sequences:" "$scratch/kept"
 kill "$daemon"
 wait "$daemon" || fail "the daemon did not end well"
 daemon=

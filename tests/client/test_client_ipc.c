@@ -4,8 +4,8 @@
  * usage: test_client_ipc DROPKVD
  */
 #include "client/buffer.h"
-#include "client/cli/embedded.h"
 #include "client/cli/synth.h"
+#include "tests/client/ipc_fixture.h"
 
 #include <math.h>
 #include <poll.h>
@@ -30,44 +30,8 @@ struct tensors {
 };
 
 static const char *program;
-static char folder[] = "/tmp/dropkv-test-XXXXXX";
-static char path[64];
-static char endpoint[80];
-static pid_t daemon_pid;
-static FILE *daemon_log; /* of a few lines, which the pipe holds */
 static struct tensors tensors;
 static const struct dropkv_param params[] = {{"keep_tokens", DROPKV_PARAM_INT, 30, 0, NULL}};
-
-static void start_daemon(void)
-{
-    int log[2];
-    char line[512];
-    assert_int_equal(pipe(log), 0);
-    daemon_pid = fork();
-    if (daemon_pid == 0) {
-        dup2(log[1], STDERR_FILENO);
-        close(log[0]);
-        close(log[1]);
-        execl(program, program, "--http", "off", "--socket", path, (char *)NULL);
-        _exit(127);
-    }
-    close(log[1]);
-    daemon_log = fdopen(log[0], "r");
-    do
-        if (fgets(line, sizeof(line), daemon_log) == NULL)
-            fail_msg("the daemon did not start");
-    while (strstr(line, "listening at") == NULL);
-}
-
-static void stop_daemon(int number)
-{
-    int status;
-    kill(daemon_pid, number);
-    assert_int_equal(waitpid(daemon_pid, &status, 0), daemon_pid);
-    fclose(daemon_log);
-    if (number == SIGTERM)
-        assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-}
 
 static struct dropkv_request make_request(const struct tensors *from, uint32_t batch)
 {
@@ -86,35 +50,6 @@ static struct dropkv_request make_request(const struct tensors *from, uint32_t b
     return r;
 }
 
-static struct dropkv_client *open_client(const struct dropkv_client_options *options)
-{
-    struct dropkv_client *client = NULL;
-    struct dropkv_error error;
-    if (dropkv_client_open(endpoint, options, &client, &error) != DROPKV_OK)
-        fail_msg("%s", error.text);
-    return client;
-}
-
-static struct dropkv_result *score(struct dropkv_client *client, const struct dropkv_request *r)
-{
-    struct dropkv_result *result;
-    struct dropkv_error error = {0};
-    if (dropkv_score(client, r, &result, &error) != DROPKV_OK)
-        fail_msg("%s", error.text);
-    return result;
-}
-
-static struct dropkv_result *expected_answer(const struct dropkv_request *r)
-{
-    struct dropkv_client *client = NULL;
-    struct dkv_error error;
-    assert_int_equal(
-        dkv_client_open("embedded:cpu", NULL, &dkv_transport_embedded, &client, &error), DKV_OK);
-    struct dropkv_result *result = score(client, r);
-    dropkv_client_close(client);
-    return result;
-}
-
 static void assert_same(const struct dropkv_result *a, const struct dropkv_result *b)
 {
     assert_int_equal(a->status, DROPKV_OK);
@@ -130,18 +65,14 @@ static void assert_same(const struct dropkv_result *a, const struct dropkv_resul
 /* The tensors in a buffer that was added to the client. */
 static struct dropkv_buffer *share(struct dropkv_client *client)
 {
-    struct dropkv_buffer *buffer = NULL;
-    struct dropkv_error error;
-    if (dropkv_buffer_new(sizeof(tensors), &buffer, &error) != DROPKV_OK)
-        fail_msg("%s", error.text);
+    struct dropkv_buffer *buffer = dkv_test_buffer(client, sizeof(tensors), false);
     memcpy(dropkv_buffer_data(buffer), &tensors, sizeof(tensors));
-    assert_int_equal(dropkv_client_add_buffer(client, buffer, NULL), DROPKV_OK);
     return buffer;
 }
 
 static void sent_and_shared_tensors_have_the_engines_answers(void **unused)
 {
-    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
     struct dropkv_buffer *buffer = share(client);
     (void)unused;
     for (int scores = 0; scores < 2; scores++)
@@ -149,9 +80,9 @@ static void sent_and_shared_tensors_have_the_engines_answers(void **unused)
             struct dropkv_request sent = make_request(&tensors, batch);
             struct dropkv_request shared = make_request(dropkv_buffer_data(buffer), batch);
             sent.want_scores = shared.want_scores = scores;
-            struct dropkv_result *wanted = expected_answer(&sent);
-            struct dropkv_result *a = score(client, &sent);
-            struct dropkv_result *b = score(client, &shared);
+            struct dropkv_result *wanted = dkv_test_expect(&sent);
+            struct dropkv_result *a = dkv_test_score(client, &sent);
+            struct dropkv_result *b = dkv_test_score(client, &shared);
             assert_same(a, wanted);
             assert_same(b, wanted);
             assert_int_equal(b->n_attempts, 1);
@@ -166,18 +97,18 @@ static void sent_and_shared_tensors_have_the_engines_answers(void **unused)
 
 static void what_lies_in_a_buffer_is_read_there(void **unused)
 {
-    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
     struct dropkv_buffer *buffer = share(client);
     struct tensors *shared = dropkv_buffer_data(buffer);
     struct dropkv_request mixed = make_request(shared, 1);
     (void)unused;
     mixed.query.data = tensors.query; /* this one is sent */
-    struct dropkv_result *before = score(client, &mixed);
+    struct dropkv_result *before = dkv_test_score(client, &mixed);
     memcpy(shared->key, tensors.key[1], sizeof(tensors.key[1]));
-    struct dropkv_result *after = score(client, &mixed);
+    struct dropkv_result *after = dkv_test_score(client, &mixed);
     struct dropkv_request changed = make_request(&tensors, 1);
     changed.key.data = tensors.key[1];
-    struct dropkv_result *wanted = expected_answer(&changed);
+    struct dropkv_result *wanted = dkv_test_expect(&changed);
     assert_same(after, wanted);
     assert_memory_not_equal(before->keep_indices, after->keep_indices,
                             KV_HEADS * 30 * sizeof(int32_t));
@@ -187,7 +118,7 @@ static void what_lies_in_a_buffer_is_read_there(void **unused)
     dropkv_client_remove_buffer(client, buffer);
     dropkv_buffer_free(buffer);
     struct dropkv_request plain = make_request(&tensors, 1);
-    struct dropkv_result *still = score(client, &plain);
+    struct dropkv_result *still = dkv_test_score(client, &plain);
     dropkv_result_free(still);
     dropkv_client_close(client);
 }
@@ -195,7 +126,7 @@ static void what_lies_in_a_buffer_is_read_there(void **unused)
 static void strides_and_the_order_of_dimensions_are_numbers(void **unused)
 {
     static float cache[TOKENS][2][KV_HEADS][DIM]; /* keys and values of a token side by side */
-    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
     (void)unused;
     for (int t = 0; t < TOKENS; t++)
         for (int h = 0; h < KV_HEADS; h++) {
@@ -208,8 +139,8 @@ static void strides_and_the_order_of_dimensions_are_numbers(void **unused)
     packed.value.data = cache[0][1];
     packed.key.token_stride = packed.value.token_stride = sizeof(cache[0]);
     packed.key.head_stride = packed.value.head_stride = sizeof(cache[0][0][0]);
-    struct dropkv_result *wanted = expected_answer(&dense);
-    struct dropkv_result *got = score(client, &packed);
+    struct dropkv_result *wanted = dkv_test_expect(&dense);
+    struct dropkv_result *got = dkv_test_score(client, &packed);
     assert_same(got, wanted);
     dropkv_result_free(wanted);
     dropkv_result_free(got);
@@ -220,9 +151,9 @@ static void many_in_flight_are_answered_once_each_and_a_bad_one_fails_alone(void
 {
     enum { N = 64, BAD = 17 };
     static struct tensors bad;
-    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
     struct dropkv_request request = make_request(&tensors, 1);
-    struct dropkv_result *wanted = expected_answer(&request);
+    struct dropkv_result *wanted = dkv_test_expect(&request);
     struct dropkv_result *result;
     bool seen[N] = {false};
     int n = 0;
@@ -257,21 +188,21 @@ static void many_in_flight_are_answered_once_each_and_a_bad_one_fails_alone(void
 
 static void cancelled_and_late_requests_do_not_disturb_others(void **unused)
 {
-    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
     struct dropkv_request request = make_request(&tensors, 1);
-    struct dropkv_result *first = score(client, &request);
+    struct dropkv_result *first = dkv_test_score(client, &request);
     struct dropkv_error error;
     struct dropkv_result *result;
     uint64_t id;
     (void)unused;
     assert_int_equal(dropkv_submit(client, &request, &id, NULL), DROPKV_OK);
     assert_int_equal(dropkv_cancel(client, id), DROPKV_OK);
-    kill(daemon_pid, SIGSTOP);
+    kill(dkv_test_daemon_pid, SIGSTOP);
     request.timeout_us = 20000;
     assert_int_equal(dropkv_score(client, &request, &result, &error), DROPKV_E_TIMEOUT);
-    kill(daemon_pid, SIGCONT);
+    kill(dkv_test_daemon_pid, SIGCONT);
     request.timeout_us = 0;
-    result = score(client, &request);
+    result = dkv_test_score(client, &request);
     assert_same(result, first);
     dropkv_result_free(first);
     dropkv_result_free(result);
@@ -280,22 +211,22 @@ static void cancelled_and_late_requests_do_not_disturb_others(void **unused)
 
 static void a_daemon_that_was_killed_is_found_again_with_all_buffers(void **unused)
 {
-    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
     struct dropkv_buffer *buffer = share(client);
     struct dropkv_request request = make_request(dropkv_buffer_data(buffer), 1);
-    struct dropkv_result *before = score(client, &request);
+    struct dropkv_result *before = dkv_test_score(client, &request);
     struct dropkv_result *result;
     struct dropkv_error error;
     (void)unused;
-    stop_daemon(SIGKILL);
+    dkv_test_stop_daemon(SIGKILL);
     assert_int_equal(dropkv_score(client, &request, &result, &error), DROPKV_E_UNAVAILABLE);
-    start_daemon();
-    result = score(client, &request);
+    dkv_test_start_daemon();
+    result = dkv_test_score(client, &request);
     assert_same(result, before);
     dropkv_result_free(result);
-    stop_daemon(SIGTERM); /* the connection ends while nothing is in flight */
-    start_daemon();
-    result = score(client, &request);
+    dkv_test_stop_daemon(SIGTERM); /* the connection ends while nothing is in flight */
+    dkv_test_start_daemon();
+    result = dkv_test_score(client, &request);
     assert_same(result, before);
     dropkv_result_free(result);
     dropkv_result_free(before);
@@ -309,7 +240,7 @@ static void scales_per_head_and_sink_logits_cross_the_socket(void **unused)
     static const float k_scales[KV_HEADS] = {0.5f, 2.0f}, v_scales[KV_HEADS] = {3.0f, 0.25f};
     static const float sinks[Q_HEADS] = {1.0f, -2.0f, 0.5f, 4.0f};
     static uint8_t quantised[2][BATCH][KV_HEADS][TOKENS][DIM];
-    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
     struct dropkv_buffer *buffer = share(client);
     struct dkv_random random;
     (void)unused;
@@ -326,8 +257,8 @@ static void scales_per_head_and_sink_logits_cross_the_socket(void **unused)
             r.value = (struct dropkv_tensor){
                 .data = quantised[1], .dtype = DROPKV_F8_E4M3, .head_scales = v_scales};
         }
-        struct dropkv_result *wanted = expected_answer(&r);
-        struct dropkv_result *got = score(client, &r);
+        struct dropkv_result *wanted = dkv_test_expect(&r);
+        struct dropkv_result *got = dkv_test_score(client, &r);
         assert_same(got, wanted);
         dropkv_result_free(wanted);
         dropkv_result_free(got);
@@ -356,11 +287,11 @@ static struct dropkv_buffer gpu_buffer(const void *at, size_t bytes)
 
 static void gpu_memory_that_a_daemon_refuses_is_never_read_here(void **unused)
 {
-    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
     struct dropkv_request r = make_request(&tensors, 1);
     struct dropkv_result *result = NULL;
     struct dropkv_error error = {0};
-    struct dropkv_result *expected = expected_answer(&r);
+    struct dropkv_result *expected = dkv_test_expect(&r);
     /* Addresses of the device: reading there would end this program. */
     const char *device = (const char *)(uintptr_t)0x700000000000;
     const struct dropkv_buffer buffer = gpu_buffer(device, sizeof(tensors.key));
@@ -375,7 +306,7 @@ static void gpu_memory_that_a_daemon_refuses_is_never_read_here(void **unused)
     assert_int_equal(dropkv_score(client, &r, &result, &error), DROPKV_E_INVALID);
     assert_non_null(strstr(error.text, "ends before"));
     r.key.data = tensors.key; /* others are not concerned */
-    result = score(client, &r);
+    result = dkv_test_score(client, &r);
     assert_same(result, expected);
     dropkv_result_free(result);
     dropkv_result_free(expected);
@@ -422,7 +353,7 @@ static void what_is_no_gpu_memory_makes_no_buffer(void **unused)
 static void a_batch_of_thousands_is_one_request(void **unused)
 {
     enum { N = 4096, SMALL = 16 };
-    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
     struct dropkv_request r = DROPKV_REQUEST_INIT;
     float *numbers = malloc(N * 3 * SMALL * 8 * sizeof(float));
     struct dkv_random random;
@@ -440,8 +371,8 @@ static void a_batch_of_thousands_is_one_request(void **unused)
     static const struct dropkv_param five[] = {{"keep_tokens", DROPKV_PARAM_INT, 5, 0, NULL}};
     r.params = five;
     r.n_params = 1;
-    struct dropkv_result *wanted = expected_answer(&r);
-    struct dropkv_result *got = score(client, &r);
+    struct dropkv_result *wanted = dkv_test_expect(&r);
+    struct dropkv_result *got = dkv_test_score(client, &r);
     assert_same(got, wanted);
     dropkv_result_free(wanted);
     dropkv_result_free(got);
@@ -465,7 +396,7 @@ static void addresses_that_are_none_are_refused(void **unused)
 
 static void health_and_info_tell_of_the_daemon(void **unused)
 {
-    struct dropkv_client *client = open_client(NULL);
+    struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
     struct dropkv_info *info;
     struct dropkv_error error;
     (void)unused;
@@ -477,9 +408,9 @@ static void health_and_info_tell_of_the_daemon(void **unused)
     assert_int_equal(strncmp(info->backend, "cpu/", 4), 0);
     assert_true(strlen(info->device) > 0);
     dropkv_info_free(info);
-    kill(daemon_pid, SIGSTOP);
+    kill(dkv_test_daemon_pid, SIGSTOP);
     assert_int_equal(dropkv_health(client, 20000, &error), DROPKV_E_TIMEOUT);
-    kill(daemon_pid, SIGCONT);
+    kill(dkv_test_daemon_pid, SIGCONT);
     dropkv_client_close(client);
     assert_int_equal(dropkv_client_open("unix:///nonexistent/s", NULL, &client, &error), DROPKV_OK);
     assert_int_equal(dropkv_health(client, 0, &error), DROPKV_E_UNAVAILABLE);
@@ -492,21 +423,13 @@ static int begin(void **unused)
     (void)unused;
     dkv_random_init(&random, 7);
     dkv_random_normal(&random, DKV_FP32, &tensors, sizeof(tensors) / sizeof(float));
-    if (mkdtemp(folder) == NULL)
-        return -1;
-    snprintf(path, sizeof(path), "%s/run/s", folder);
-    snprintf(endpoint, sizeof(endpoint), "unix://%s", path);
-    start_daemon();
-    return 0;
+    return dkv_test_begin(program);
 }
 
 static int end(void **unused)
 {
-    char directory[64];
     (void)unused;
-    stop_daemon(SIGTERM);
-    snprintf(directory, sizeof(directory), "%s/run", folder);
-    return rmdir(directory) != 0 || rmdir(folder) != 0; /* the socket is gone */
+    return dkv_test_end();
 }
 
 int main(int argc, char **argv)

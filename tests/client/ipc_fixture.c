@@ -1,0 +1,116 @@
+#include "tests/client/ipc_fixture.h"
+
+#include "client/cli/embedded.h"
+
+#include <setjmp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmocka.h>
+
+char dkv_test_endpoint[80];
+pid_t dkv_test_daemon_pid;
+
+static const char *program;
+static char folder[] = "/tmp/dropkv-test-XXXXXX";
+static char path[64];
+static FILE *daemon_log; /* of a few lines, which the pipe holds */
+
+void dkv_test_start_daemon(void)
+{
+    int log[2];
+    char line[512];
+    assert_int_equal(pipe(log), 0);
+    dkv_test_daemon_pid = fork();
+    if (dkv_test_daemon_pid == 0) {
+        dup2(log[1], STDERR_FILENO);
+        close(log[0]);
+        close(log[1]);
+        execl(program, program, "--http", "off", "--socket", path, (char *)NULL);
+        _exit(127);
+    }
+    close(log[1]);
+    daemon_log = fdopen(log[0], "r");
+    do
+        if (fgets(line, sizeof(line), daemon_log) == NULL)
+            fail_msg("the daemon did not start");
+    while (strstr(line, "listening at") == NULL);
+}
+
+void dkv_test_stop_daemon(int signal_number)
+{
+    int status;
+    kill(dkv_test_daemon_pid, signal_number);
+    assert_int_equal(waitpid(dkv_test_daemon_pid, &status, 0), dkv_test_daemon_pid);
+    fclose(daemon_log);
+    if (signal_number == SIGTERM)
+        assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+int dkv_test_begin(const char *daemon)
+{
+    program = daemon;
+    if (mkdtemp(folder) == NULL)
+        return -1;
+    snprintf(path, sizeof(path), "%s/run/s", folder);
+    snprintf(dkv_test_endpoint, sizeof(dkv_test_endpoint), "unix://%s", path);
+    dkv_test_start_daemon();
+    return 0;
+}
+
+int dkv_test_end(void)
+{
+    char directory[64];
+    dkv_test_stop_daemon(SIGTERM);
+    snprintf(directory, sizeof(directory), "%s/run", folder);
+    return rmdir(directory) != 0 || rmdir(folder) != 0; /* the socket is gone */
+}
+
+struct dropkv_client *dkv_test_open(const char *endpoint)
+{
+    struct dropkv_client *client = NULL;
+    struct dkv_error error;
+    enum dkv_status status;
+    if (strncmp(endpoint, "embedded:", 9) == 0)
+        status = dkv_client_open(endpoint, NULL, &dkv_transport_embedded, &client, &error);
+    else
+        status = (enum dkv_status)dropkv_client_open(endpoint, NULL, &client,
+                                                     (struct dropkv_error *)&error);
+    if (status != DKV_OK)
+        fail_msg("%s", error.text);
+    return client;
+}
+
+struct dropkv_result *dkv_test_score(struct dropkv_client *client, const struct dropkv_request *r)
+{
+    struct dropkv_result *result;
+    struct dropkv_error error = {0};
+    if (dropkv_score(client, r, &result, &error) != DROPKV_OK)
+        fail_msg("%s", error.text);
+    return result;
+}
+
+struct dropkv_result *dkv_test_expect(const struct dropkv_request *r)
+{
+    struct dropkv_client *client = dkv_test_open("embedded:cpu");
+    struct dropkv_result *result = dkv_test_score(client, r);
+    dropkv_client_close(client);
+    return result;
+}
+
+struct dropkv_buffer *dkv_test_buffer(struct dropkv_client *client, size_t bytes, bool writable)
+{
+    struct dropkv_buffer *buffer = NULL;
+    struct dropkv_error error;
+    if (dropkv_buffer_new(bytes, &buffer, &error) != DROPKV_OK ||
+        (writable ? dropkv_client_add_output : dropkv_client_add_buffer)(client, buffer, &error) !=
+            DROPKV_OK)
+        fail_msg("%s", error.text);
+    return buffer;
+}
