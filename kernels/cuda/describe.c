@@ -123,7 +123,7 @@ struct dkv_cu_need dkv_cu_need_of(const struct dkv_cu_engine *engine, const stru
         .io_down = dkv_cu_align(desc->keep * sizeof(int32_t)),
     };
     if (dkv_cu_select_needs_keys(&engine->device, desc->n_valid))
-        need.scratch += dkv_cu_align((n + 4) * sizeof(unsigned long long));
+        need.scratch += dkv_cu_align((n + 4) * sizeof(uint32_t));
     if (desc->nonfinite == DKV_NONFINITE_MASK)
         need.scratch += dkv_cu_align((n + 31) / 32 * sizeof(unsigned));
     if (item->scores_out != NULL)

@@ -157,7 +157,7 @@ enum dkv_status dkv_cu_add_unit(struct dkv_cu_engine *engine, struct dkv_cu_slot
     unit->work = dkv_cu_take(&engine->scratch,
                              dkv_cu_scorers[b->scorer[unit->block]]->unit_bytes(desc));
     if (dkv_cu_select_needs_keys(&engine->device, desc->n_valid))
-        unit->keys = dkv_cu_take(&engine->scratch, (n + 4) * sizeof(unsigned long long));
+        unit->keys = dkv_cu_take(&engine->scratch, (n + 4) * sizeof(uint32_t));
     if (desc->nonfinite == DKV_NONFINITE_MASK)
         unit->mask = dkv_cu_take(&engine->scratch, (n + 31) / 32 * sizeof(unsigned));
     place_query(item, desc, slot, head, unit);

@@ -111,7 +111,7 @@ struct dkv_cu_unit {
     int *exponent;            /* written by the scorer */
     unsigned *mask;           /* nonfinite=mask: bit i set: key i is masked; else NULL */
     unsigned char *work;      /* the scorer's scratch, unit_bytes() of it, aligned to 256 */
-    unsigned long long *keys; /* selection's scratch, [n_valid], or NULL: it uses shared memory */
+    uint32_t *keys;           /* selection's scratch, [n_valid], or NULL: it uses shared memory */
     int32_t *keep_out;        /* [keep] */
     float *scores_out;        /* [n_valid], descaled; NULL if not wanted */
     struct dkv_cu_report *report;
@@ -184,7 +184,8 @@ cudaError_t dkv_cu_mask_launch(const struct dkv_cu_wave *wave, cudaStream_t stre
 cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device); /* sets both fields above */
 /* True if a unit of n tokens needs unit.keys. */
 bool dkv_cu_select_needs_keys(const struct dkv_cu_device *device, uint32_t n_valid);
-size_t dkv_cu_select_extra_bytes(const struct dkv_cu_wave *wave);
+size_t dkv_cu_select_extra_bytes(const struct dkv_cu_device *device,
+                                 const struct dkv_cu_wave *wave);
 void dkv_cu_select_fill(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
                         void *extra);
 cudaError_t dkv_cu_select_launch(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,

@@ -126,7 +126,7 @@ static enum dkv_status lay_out_lists(struct dkv_cu_engine *engine, struct dkv_cu
         if (lists->of_scorer[s] == NULL || slot->io.used > limit)
             return dkv_error_set(err, DKV_E_INTERNAL, "cuda: work list of %zu bytes", bytes);
     }
-    const size_t bytes = dkv_cu_select_extra_bytes(wave);
+    const size_t bytes = dkv_cu_select_extra_bytes(&engine->device, wave);
     lists->of_selection = dkv_cu_take(&slot->io, bytes);
     if (lists->of_selection == NULL || slot->io.used > limit)
         return dkv_error_set(err, DKV_E_INTERNAL, "cuda: work list of %zu bytes", bytes);

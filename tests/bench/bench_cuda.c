@@ -13,8 +13,8 @@
  * `ratio` is keep / read. The kept sets of one block a case are compared with the CPU engine's.
  *
  * usage: bench_cuda [--case NAME] [--runs N] [--no-check] [--list] [--profile]
- *   --profile   run the case (default llama-128k) once under ncu: bytes moved and occupancy of each
- *               kernel
+ *   --profile   run the case (default llama-128k) under ncu: time, bytes moved and occupancy of
+ * each of the engine's kernels
  *
  * Exit 77 without a device.
  */
@@ -505,10 +505,14 @@ static void open_engine(struct bench *bench)
 
 static void profile(const char *self, const char *name)
 {
-    execlp("ncu", "ncu", "--clock-control", "none", "--launch-skip", "8", "--metrics",
-           "gpu__time_duration.sum,dram__bytes_read.sum,lts__t_bytes.sum,"
+    /* The engine's kernels alone: those of the second and third batch, up to four. */
+    execlp("ncu", "ncu", "--clock-control", "none", "--kernel-name",
+           "regex:^(score|accumulate|merge|merge_rounded|select_tokens)$", "--launch-skip", "4",
+           "--launch-count", "4", "--metrics",
+           "gpu__time_duration.sum,dram__bytes_read.sum,dram__bytes_read.sum.per_second,"
+           "dram__bytes_write.sum,lts__t_bytes.sum,"
            "sm__warps_active.avg.pct_of_peak_sustained_active,launch__occupancy_limit_registers,"
-           "launch__registers_per_thread",
+           "launch__occupancy_limit_shared_mem,launch__registers_per_thread",
            self, "--case", name, "--runs", "1", "--no-check", (char *)NULL);
     die("ncu", "cannot be run");
 }

@@ -1,0 +1,210 @@
+/* Host side of selection: how many thread blocks each unit gets, the seats, the launch.
+ *
+ * A unit is spread over as many blocks as keeps their shares near a number of tokens that is the
+ * smallest for which all blocks of the wave run at once. So the longest unit of a mixed batch does
+ * not hold up the rest, and a lone one has the device to itself.
+ */
+#include "kernels/cuda/select_plan.cuh"
+
+namespace
+{
+
+constexpr uint32_t alone_tokens = 4096; /* up to which a second block would only cost time */
+constexpr uint32_t least_share = 2048;
+constexpr uint32_t most_share = 16384;  /* above it more blocks than run at once are better */
+constexpr uint32_t crowd_tokens = 2048; /* up to which few threads do, if units are many */
+constexpr uint32_t least_pool = 1024;
+constexpr uint32_t most_pool = 8192;
+
+struct shape {
+    uint32_t share;   /* tokens a block, at most where crews can be large enough */
+    uint32_t cluster; /* the largest crew */
+    uint32_t n_seats;
+    uint32_t threads;
+    uint32_t pool_tokens;
+    size_t shared_bytes;
+};
+
+size_t shared_bytes_of(uint32_t cluster, uint32_t pool_tokens, uint32_t key_tokens)
+{
+    return sizeof(select_state) + (cluster > 1 ? sizeof(select_exchange) : 0) +
+           (pool_tokens + DKV_KERNEL_MAX + 1) * sizeof(float) + key_tokens * sizeof(uint32_t);
+}
+
+/* Keys that fit into one block's shared memory. */
+uint32_t shared_tokens(const dkv_cu_device *device)
+{
+    const size_t fixed = shared_bytes_of(select_crew_max, least_pool, 0);
+    return static_cast<uint32_t>((device->shared_bytes_max - fixed) / sizeof(uint32_t)) & ~31u;
+}
+
+const dkv_cu_block &block_of(const dkv_cu_wave *wave, uint32_t unit)
+{
+    return wave->blocks_host[wave->units_host[unit].block];
+}
+
+/* A power of two, so that crews fit together in clusters. */
+uint32_t crew_size(uint32_t n, uint32_t share, uint32_t largest)
+{
+    uint32_t size = 1;
+    while (n > alone_tokens && size < largest && select_share(n, size) > share)
+        size *= 2;
+    return size;
+}
+
+/* Seats of all units, whole clusters of them. */
+uint32_t count_seats(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t share,
+                     uint32_t *cluster_out)
+{
+    uint32_t seats = 0;
+    uint32_t cluster = 1;
+    for (uint32_t u = 0; u < wave->n_units; u++) {
+        const uint32_t size = crew_size(block_of(wave, u).n_valid, share, device->cluster_max);
+        cluster = size > cluster ? size : cluster;
+        seats += size;
+    }
+    *cluster_out = cluster;
+    return (seats + cluster - 1) / cluster * cluster;
+}
+
+shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
+{
+    shape s = {least_share, 1, 0, select_threads, least_pool, 0};
+    const uint32_t at_once = 2 * static_cast<uint32_t>(device->multiprocessors);
+    s.n_seats = count_seats(device, wave, s.share, &s.cluster);
+    while (s.share < most_share && s.n_seats > at_once && s.n_seats > wave->n_units) {
+        s.share *= 2;
+        s.n_seats = count_seats(device, wave, s.share, &s.cluster);
+    }
+    uint32_t longest = 0; /* unit */
+    uint32_t tokens = 0;  /* of a block */
+    uint32_t keys = 0;
+    for (uint32_t u = 0; u < wave->n_units; u++) {
+        const uint32_t n = block_of(wave, u).n_valid;
+        const uint32_t share = select_share(n, crew_size(n, s.share, device->cluster_max));
+        longest = n > longest ? n : longest;
+        tokens = share > tokens ? share : tokens;
+        if (!wave->units_host[u].keys && share > keys)
+            keys = share;
+    }
+    while (s.pool_tokens < tokens && s.pool_tokens < most_pool &&
+           shared_bytes_of(s.cluster, 2 * s.pool_tokens, keys) <=
+               static_cast<size_t>(device->shared_bytes_max / 2 - 1024)) /* two fit */
+        s.pool_tokens *= 2;
+    if (s.cluster == 1 && longest <= crowd_tokens && wave->n_units > at_once)
+        s.threads = select_crowd_threads;
+    s.shared_bytes = shared_bytes_of(s.cluster, s.pool_tokens, keys);
+    return s;
+}
+
+/* `attributes` has room for two. */
+cudaLaunchConfig_t launch_config(const shape &s, bool may_start_early,
+                                 cudaLaunchAttribute *attributes)
+{
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(s.n_seats);
+    config.blockDim = dim3(s.threads);
+    config.dynamicSmemBytes = s.shared_bytes;
+    config.attrs = attributes;
+    if (s.cluster > 1) {
+        cudaLaunchAttribute &cluster = attributes[config.numAttrs++];
+        cluster = {};
+        cluster.id = cudaLaunchAttributeClusterDimension;
+        cluster.val.clusterDim = {s.cluster, 1, 1};
+    }
+    if (may_start_early) {
+        cudaLaunchAttribute &early = attributes[config.numAttrs++];
+        early = {};
+        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        early.val.programmaticStreamSerializationAllowed = 1;
+    }
+    return config;
+}
+
+/* Raises a kernel's limits. */
+cudaError_t prepare_kernel(const dkv_cu_device *device, uint32_t threads,
+                           cudaFuncAttributes *attributes)
+{
+    cudaError_t error = cudaFuncSetAttribute(select_kernel(threads),
+                                             cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                             device->shared_bytes_max);
+    if (error == cudaSuccess)
+        error = cudaFuncGetAttributes(attributes, select_kernel(threads));
+    return error;
+}
+
+} // namespace
+
+extern "C" cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device)
+{
+    cudaFuncAttributes attributes = {};
+    cudaError_t error = prepare_kernel(device, select_crowd_threads, &attributes);
+    if (error == cudaSuccess)
+        error = prepare_kernel(device, select_threads, &attributes);
+    device->cluster_max = 1;
+    if (error != cudaSuccess || attributes.ptxVersion < 90) /* code without clusters */
+        return error;
+    device->waits_for_scores = true;
+    error = cudaFuncSetAttribute(select_kernel(select_threads),
+                                 cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    for (uint32_t size = select_crew_max; error == cudaSuccess && size > 1; size /= 2) {
+        int fit = 0;
+        const shape largest = {0,          size,
+                               size,       select_threads,
+                               least_pool, static_cast<size_t>(device->shared_bytes_max)};
+        cudaLaunchAttribute room[2];
+        const cudaLaunchConfig_t config = launch_config(largest, false, room);
+        if (cudaOccupancyMaxActiveClusters(&fit, select_kernel(select_threads), &config) ==
+                cudaSuccess &&
+            fit > 0) {
+            device->cluster_max = size;
+            break;
+        }
+        (void)cudaGetLastError(); /* this size is not for this device */
+    }
+    return error;
+}
+
+extern "C" bool dkv_cu_select_needs_keys(const struct dkv_cu_device *device, uint32_t n_valid)
+{
+    return select_share(n_valid, device->cluster_max) > shared_tokens(device);
+}
+
+extern "C" size_t dkv_cu_select_extra_bytes(const struct dkv_cu_device *device,
+                                            const struct dkv_cu_wave *wave)
+{
+    return sizeof(select_seat) * shape_of(device, wave).n_seats;
+}
+
+/* The largest crews first: each then begins at a multiple of its size, and short units fill up. */
+extern "C" void dkv_cu_select_fill(const struct dkv_cu_device *device,
+                                   const struct dkv_cu_wave *wave, void *extra)
+{
+    const shape s = shape_of(device, wave);
+    select_seat *seats = static_cast<select_seat *>(extra);
+    uint32_t at = 0;
+    for (uint32_t size = s.cluster; size > 0; size /= 2)
+        for (uint32_t u = 0; u < wave->n_units; u++) {
+            if (crew_size(block_of(wave, u).n_valid, s.share, device->cluster_max) != size)
+                continue;
+            for (uint32_t rank = 0; rank < size; rank++)
+                seats[at++] = {u, wave->units_host[u].block, static_cast<uint16_t>(rank),
+                               static_cast<uint16_t>(size)};
+        }
+    while (at < s.n_seats)
+        seats[at++] = {0, 0, 0, 0};
+}
+
+extern "C" cudaError_t dkv_cu_select_launch(const struct dkv_cu_device *device,
+                                            const struct dkv_cu_wave *wave, const void *,
+                                            const void *extra_device, cudaStream_t stream)
+{
+    shape s = shape_of(device, wave);
+    cudaLaunchAttribute attributes[2];
+    cudaLaunchConfig_t config = launch_config(s, device->waits_for_scores, attributes);
+    config.stream = stream;
+    struct dkv_cu_wave w = *wave;
+    const select_seat *seats = static_cast<const select_seat *>(extra_device);
+    void *arguments[] = {&w.blocks, &w.units, &seats, &s.cluster, &s.pool_tokens};
+    return cudaLaunchKernelExC(&config, select_kernel(s.threads), arguments);
+}
