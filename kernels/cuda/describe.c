@@ -60,11 +60,25 @@ static struct dkv_cu_rows describe_rows(const struct dkv_block *block, const str
     return rows;
 }
 
+/* The scale of a view, 0 if its heads have different ones. */
+static float one_scale(const struct dkv_view *view, uint32_t heads)
+{
+    if (!dkv_cu_is_fp8(view->dtype))
+        return 1.0f;
+    if (view->head_scales == NULL)
+        return view->scale != 0 ? view->scale : 1.0f;
+    for (uint32_t h = 1; h < heads; h++)
+        if (view->head_scales[h] != view->head_scales[0])
+            return 0.0f;
+    return view->head_scales[0];
+}
+
 static void describe_query(const struct dkv_block *block, const struct dkv_plan *plan,
                            struct dkv_cu_block *out)
 {
     const struct dkv_view *view = &block->query;
     out->q_dtype = view->dtype;
+    out->q_scale = one_scale(view, block->q_heads);
     if (dkv_cu_on_host(view)) {
         out->q_row_stride = (int64_t)(block->head_dim * dkv_dtype_bytes(view->dtype));
         out->q_head_stride = out->q_row_stride * plan->window;

@@ -66,85 +66,161 @@ __device__ __forceinline__ void fetch_jobs(shared_memory<S> &shared, const dkv_f
         if (lane == 0)
             to.item = item;
         __syncwarp();
+        if (S::FP8 && item.chunks != 0)
+            convert_query<S>(to, lane);
         if (lane == 0)
             mbarrier_arrive(shared_address(&shared.job_full[slot]));
     }
 }
 
 /* Keys or values of an item, as a fetching warp sees them. */
-struct tile_source {
-    const dkv_cu_rows *rows;
-    const unsigned char *base;
-    unsigned long long *bad;
-    int64_t stride; /* between adjacent tokens, if not paged */
-    bool paged;
-    uint32_t first; /* token of the chunk's first key */
-    uint32_t last;  /* the unit's last token */
+template <class S, bool keys> struct tile_source {
+    static constexpr int COLUMNS = S::STORED_BYTES < 128 ? 4 : 8; /* of 16 bytes, side by side */
+    static constexpr int ROWS = 32 / COLUMNS;                     /* at once */
+    static constexpr int BLOCKS = S::STORED_BYTES / 16 / COLUMNS;
+    static constexpr int PERIOD = 8 / ROWS; /* rounds after which rows are permuted alike again */
+    static constexpr int EIGHT_BYTES = S::FP8 ? S::EIGHT_BYTES / 2 : S::EIGHT_BYTES;
 
-    __device__ __forceinline__ tile_source(const job &work, bool keys)
+    const unsigned char *dense; /* the lane's place in the first rows, if they are adjacent */
+    int dense_halves;           /* which are, and within the unit */
+
+    static __device__ __forceinline__ const dkv_cu_rows &rows_of(const job &work)
     {
-        const dkv_cu_block &block = work.block;
-        rows = keys ? &block.k : &block.v;
-        base = keys ? work.unit.k : work.unit.v;
-        bad = keys ? &work.unit.report->bad_k_entry : &work.unit.report->bad_v_entry;
-        stride = rows->token_stride;
-        paged = rows->page_tokens != 0;
-        first = block.valid_from + item_first_key(work.item);
-        last = block.valid_from + block.n_valid - 1;
+        return keys ? work.block.k : work.block.v;
     }
-};
 
-/* Starts the copies of 32 rows, 16 bytes a lane: four rows of 128 bytes at a time. Rows past the
- * unit's end repeat the last key: finite numbers that nobody looks at. A row behind a bad page
- * table entry is zeros; the entry is reported and the unit's result void. */
-template <class S>
-__device__ __forceinline__ void copy_half(const tile_source &from, int half_index, uint32_t half,
-                                          uint64_t policy, int lane)
-{
-    constexpr int BLOCKS = S::DIM / 64;
-    const uint32_t token = from.first + half_index * HALF;
-    const uint32_t to[2] = {half + element_offset<S>(lane / 8, lane % 8),
-                            half + element_offset<S>(lane / 8 + 4, lane % 8)};
-    if (from.stride == S::ROW_BYTES && !from.paged && token + HALF - 1 <= from.last) {
-        const unsigned char *row = from.base +
-                                   (token + lane / 8) * static_cast<size_t>(S::ROW_BYTES) +
-                                   16 * (lane % 8);
+    __device__ __forceinline__ tile_source(const job &work, int lane)
+    {
+        const dkv_cu_rows &rows = rows_of(work);
+        const uint32_t first = item_first_key(work.item);
+        dense = (keys ? work.unit.k : work.unit.v) +
+                (work.block.valid_from + first + lane / COLUMNS) *
+                    static_cast<size_t>(S::STORED_BYTES) +
+                16 * (lane % COLUMNS);
+        dense_halves = rows.token_stride == S::STORED_BYTES && rows.page_tokens == 0
+                           ? static_cast<int>(work.block.n_valid - first) / HALF
+                           : 0;
+    }
+
+    /* Starts the copies of 32 rows, 16 bytes a lane. Rows past the unit's end repeat the last key:
+     * finite numbers that nobody looks at. A row behind a bad page table entry is zeros; the entry
+     * is reported and the unit's result void. */
+    __device__ __forceinline__ void copy_half(const job &work, int half_index, uint32_t half,
+                                              uint64_t policy, int lane_of_warp) const
+    {
+        const int lane = here(lane_of_warp);
+        const int row_of = lane / COLUMNS;
+        const int column = lane % COLUMNS;
+        uint32_t to[PERIOD];
 #pragma unroll
-        for (int i = 0; i < HALF / 4; i++)
+        for (int i = 0; i < PERIOD; i++)
+            to[i] = half + (S::FP8 ? raw_offset<S>(ROWS * i + row_of, column)
+                                   : element_offset<S>(ROWS * i + row_of, column));
+        if (half_index < dense_halves) {
+            const unsigned char *row = dense +
+                                       half_index * static_cast<size_t>(HALF * S::STORED_BYTES);
 #pragma unroll
-            for (int block = 0; block < BLOCKS; block++)
-                copy_16(to[i % 2] + i / 2 * S::EIGHT_BYTES + 1024 * block,
-                        row + 4 * i * S::ROW_BYTES + 128 * block, true, policy);
-    } else {
-        const unsigned char *mine = dkv_cu_row(*from.rows, from.base, min(token + lane, from.last),
-                                               from.bad);
+            for (int i = 0; i < HALF / ROWS; i++)
 #pragma unroll
-        for (int i = 0; i < HALF / 4; i++) {
+                for (int block = 0; block < BLOCKS; block++)
+                    copy_16(to[i % PERIOD] + i / PERIOD * EIGHT_BYTES + 1024 * block,
+                            row + ROWS * i * S::STORED_BYTES + 128 * block, true, policy);
+            return;
+        }
+        const unsigned char *base = keys ? work.unit.k : work.unit.v;
+        unsigned long long *bad = keys ? &work.unit.report->bad_k_entry
+                                       : &work.unit.report->bad_v_entry;
+        const uint32_t key = min(item_first_key(work.item) + half_index * HALF + lane,
+                                 work.block.n_valid - 1);
+        const unsigned char *mine = dkv_cu_row(rows_of(work), base, work.block.valid_from + key,
+                                               bad);
+#pragma unroll
+        for (int i = 0; i < HALF / ROWS; i++) {
             const unsigned char *row = reinterpret_cast<const unsigned char *>(
-                __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), 4 * i + lane / 8));
+                __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), ROWS * i + row_of));
             const bool exists = row != nullptr;
-            row = (exists ? row : from.base) + 16 * (lane % 8);
+            row = (exists ? row : base) + 16 * column;
 #pragma unroll
             for (int block = 0; block < BLOCKS; block++)
-                copy_16(to[i % 2] + i / 2 * S::EIGHT_BYTES + 1024 * block, row + 128 * block,
+                copy_16(to[i % PERIOD] + i / PERIOD * EIGHT_BYTES + 1024 * block, row + 128 * block,
                         exists, policy);
         }
     }
-}
+};
 
-/* Streams one half of a tile into a ring. */
-template <class S, int size>
-__device__ __forceinline__ void fetch_half(const tile_source &from, int half_index,
-                                           unsigned char (&halves)[size][S::HALF_BYTES],
-                                           unsigned long long (&full)[size],
-                                           unsigned long long (&empty)[size], ring<size> &next,
-                                           uint64_t policy, int lane)
-{
-    mbarrier_wait(shared_address(&empty[next.index]), next.parity ^ 1);
-    copy_half<S>(from, half_index, shared_address(halves[next.index]), policy, lane);
-    mbarrier_arrive_after_copies(shared_address(&full[next.index]));
-    next.advance();
-}
+/* One warp's part of filling a ring of half tiles: all halves that it copies pass through here. */
+template <class S, int size> struct half_stream {
+    unsigned char (&halves)[size][S::HALF_BYTES];
+    unsigned long long (&full)[size];
+    unsigned long long (&empty)[size];
+    int lane;
+    ring<size> next;
+    /* fp8: halves that are copied but not converted, the oldest in the lowest byte: its place in
+     * the ring, and the top bit for E5M2. Copies of all of them are under way at once. */
+    uint32_t pending = 0;
+    int n_pending = 0;
+
+    __device__ __forceinline__ half_stream(unsigned char (&in)[size][S::HALF_BYTES],
+                                           unsigned long long (&full_of)[size],
+                                           unsigned long long (&empty_of)[size], int of_lane)
+        : halves(in), full(full_of), empty(empty_of), lane(of_lane)
+    {
+    }
+
+    __device__ __forceinline__ void convert_oldest(void)
+    {
+        copies_wait(n_pending - 1);
+        __syncwarp();
+        const int index = pending & 127;
+        convert_half<S>(shared_address(halves[index]), pending & 128, lane);
+        fence_async_proxy();
+        mbarrier_arrive(shared_address(&full[index]));
+        pending >>= 8;
+        n_pending--;
+    }
+
+    /* Converts what there is while the barrier is not there yet: nobody may have to wait for a half
+     * tile that waits for this warp, which waits for the barrier. */
+    __device__ __forceinline__ void convert_until(uint32_t barrier, uint32_t parity)
+    {
+        if constexpr (S::FP8)
+            while (n_pending > 0 && !__all_sync(~0u, mbarrier_test(barrier, parity)))
+                convert_oldest();
+    }
+
+    template <bool keys>
+    __device__ __forceinline__ void fetch(const tile_source<S, keys> &from, const job &work,
+                                          int half_index, uint64_t policy)
+    {
+        const uint32_t is_empty = shared_address(&empty[next.index]);
+        if (S::FP8 && n_pending == PENDING_MAX)
+            convert_oldest();
+        convert_until(is_empty, next.parity ^ 1);
+        mbarrier_wait(is_empty, next.parity ^ 1);
+        from.copy_half(work, half_index, shared_address(halves[next.index]), policy, lane);
+        if constexpr (S::FP8) {
+            copies_commit();
+            const uint32_t is_e5m2 = from.rows_of(work).dtype == DKV_F8_E5M2 ? 128 : 0;
+            pending |= (next.index | is_e5m2) << 8 * n_pending;
+            n_pending++;
+        } else {
+            mbarrier_arrive_after_copies(shared_address(&full[next.index]));
+        }
+        next.advance();
+    }
+
+    __device__ __forceinline__ const job &wait_for_job(shared_memory<S> &shared, uint32_t turn)
+    {
+        convert_until(shared_address(&shared.job_full[turn % JOBS]), turn / JOBS & 1);
+        return job_wait(shared, turn);
+    }
+
+    __device__ __forceinline__ void finish(void)
+    {
+        while (S::FP8 && n_pending > 0)
+            convert_oldest();
+    }
+};
 
 /* What pass A reads: K and V of every tile, in turn; one warp for each. K of kept tiles is never
  * read again. */
@@ -152,23 +228,23 @@ template <class S, bool keys>
 __device__ __forceinline__ void fetch_a(shared_memory<S> &shared, const dkv_fast_args &args,
                                         int lane)
 {
-    ring<S::A_HALVES> next;
+    half_stream<S, S::A_HALVES> stream(shared.a_halves, shared.a_full, shared.a_empty, lane);
     if (!keys)
-        next.advance(2);
+        stream.next.advance(2);
     const uint64_t once = policy_evict_first();
     const uint64_t again = policy_normal();
     for (uint32_t turn = 0; turn < args.turns; turn++) {
-        const job &work = job_wait(shared, turn);
+        const job &work = stream.wait_for_job(shared, turn);
         const int tiles = work.item.chunks != 0 ? item_tiles(work) : 0;
-        const tile_source from(work, keys);
+        const tile_source<S, keys> from(work, lane);
         for (int half = 0; half < 2 * tiles; half++) {
-            fetch_half<S>(from, half, shared.a_halves, shared.a_full, shared.a_empty, next,
-                          keys && half / 2 < S::KEPT_TILES ? once : again, lane);
+            stream.fetch(from, work, half, keys && half / 2 < S::KEPT_TILES ? once : again);
             if (half % 2 == 1)
-                next.advance(2);
+                stream.next.advance(2);
         }
         job_release(shared, turn, lane);
     }
+    stream.finish();
 }
 
 /* What pass B reads: V, and after it K where the logits were not kept, tile by tile. */
@@ -176,22 +252,21 @@ template <class S>
 __device__ __forceinline__ void fetch_b(shared_memory<S> &shared, const dkv_fast_args &args,
                                         int lane)
 {
-    ring<S::B_HALVES> next;
+    half_stream<S, S::B_HALVES> stream(shared.b_halves, shared.b_full, shared.b_empty, lane);
     const uint64_t once = policy_evict_first();
     for (uint32_t turn = 0; turn < args.turns; turn++) {
-        const job &work = job_wait(shared, turn);
+        const job &work = stream.wait_for_job(shared, turn);
         const int tiles = work.item.chunks != 0 ? item_tiles(work) : 0;
-        const tile_source keys(work, true);
-        const tile_source values(work, false);
+        const tile_source<S, true> keys(work, lane);
+        const tile_source<S, false> values(work, lane);
         for (int half = 0; half < 2 * tiles; half++) {
-            fetch_half<S>(values, half, shared.b_halves, shared.b_full, shared.b_empty, next, once,
-                          lane);
+            stream.fetch(values, work, half, once);
             for (int k = half - 1; half % 2 == 1 && half / 2 >= S::KEPT_TILES && k <= half; k++)
-                fetch_half<S>(keys, k, shared.b_halves, shared.b_full, shared.b_empty, next, once,
-                              lane);
+                stream.fetch(keys, work, k, once);
         }
         job_release(shared, turn, lane);
     }
+    stream.finish();
 }
 
 __device__ __forceinline__ unsigned char *partial_of(const dkv_fast_args &args, uint32_t turn,

@@ -12,7 +12,7 @@
 #ifndef DKV_KERNELS_CUDA_FAST_MERGE_CUH
 #define DKV_KERNELS_CUDA_FAST_MERGE_CUH
 
-#include "kernels/cuda/fast_shape.cuh"
+#include "kernels/cuda/fast_fp8.cuh"
 
 namespace dkv_fast
 {
@@ -25,7 +25,9 @@ __device__ __forceinline__ float4 value_of(const job &work, int key, int dimensi
                                           &work.unit.report->bad_v_entry);
     if (!row)
         return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const uint2 bits = *reinterpret_cast<const uint2 *>(row + 2 * dimension);
+    const uint2 bits = S::FP8 ? fp16_of_fp8(*reinterpret_cast<const uint32_t *>(row + dimension),
+                                            work.block.v.dtype)
+                              : *reinterpret_cast<const uint2 *>(row + 2 * dimension);
     const float2 low = unpack<typename S::type>(bits.x);
     const float2 high = unpack<typename S::type>(bits.y);
     return make_float4(low.x, low.y, high.x, high.y);

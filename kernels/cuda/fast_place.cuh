@@ -75,9 +75,10 @@ template <class S> struct logit_rule {
     {
         const dkv_cu_block &block = work.block;
         const float log2e = 1.4426950408889634f;
-        to_octaves = block.scale * log2e;
+        const float scale = block.scale * work.unit.k_scale * block.q_scale;
+        to_octaves = scale * log2e;
         cap = block.softcap * log2e;
-        inner = block.softcap != 0.0f ? 2.0f * log2e * block.scale / block.softcap : 0.0f;
+        inner = block.softcap != 0.0f ? 2.0f * log2e * scale / block.softcap : 0.0f;
         open_keys = static_cast<int>(block.n_valid - block.window) + 1;
         const uint32_t rows = block.group * block.window;
 #pragma unroll
@@ -119,6 +120,13 @@ template <class S> struct logit_rule {
     }
 };
 
+/* Two elements of a query row. A converted one was written by this very kernel. */
+template <class S> __device__ __forceinline__ uint32_t load_query_word(const unsigned char *from)
+{
+    const uint32_t *word = reinterpret_cast<const uint32_t *>(from);
+    return S::FP8 ? __ldcg(word) : __ldg(word);
+}
+
 /* The query rows as operand of wgmma: `steps` times 16 dimensions from 16 * first on. */
 template <class S, int steps>
 __device__ __forceinline__ void load_query(const job &work, const place<S> &at, int first,
@@ -137,9 +145,7 @@ __device__ __forceinline__ void load_query(const job &work, const place<S> &at, 
         for (int k = 0; k < steps; k++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                q[k][2 * half + i] =
-                    exists ? __ldg(reinterpret_cast<const uint32_t *>(from + 32 * k + 16 * half))
-                           : 0;
+                q[k][2 * half + i] = exists ? load_query_word<S>(from + 32 * k + 16 * half) : 0;
     }
 }
 

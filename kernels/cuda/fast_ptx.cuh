@@ -311,12 +311,54 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
                  : "memory");
 }
 
+/* Whether this phase is over. */
+__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
+{
+    uint32_t done;
+    asm volatile("{\n"
+                 ".reg .pred done;\n"
+                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                 "selp.u32 %0, 1, 0, done;\n"
+                 "}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+    return done;
+}
+
+/* This thread's copies so far become a group; waits until all but the last `groups` of its groups
+ * are done. */
+__device__ __forceinline__ void copies_commit(void)
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+__device__ __forceinline__ void copies_wait(int groups)
+{
+    if (groups == 0)
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+    else if (groups == 1)
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else if (groups == 2)
+        asm volatile("cp.async.wait_group 2;" ::: "memory");
+    else
+        asm volatile("cp.async.wait_group 3;" ::: "memory");
+}
+
 /* 16 bytes from global to shared memory, or zeros if there is nothing to read. */
 __device__ __forceinline__ void copy_16(uint32_t to, const void *from, bool exists, uint64_t policy)
 {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to),
                  "l"(from), "r"(exists ? 16 : 0), "l"(policy)
                  : "memory");
+}
+
+/* x, by a way that the compiler does not see through: what is computed from it is computed here,
+ * not kept in registers from a loop's start. */
+__device__ __forceinline__ int here(int x)
+{
+    asm volatile("" : "+r"(x));
+    return x;
 }
 
 /* L2: drop this line first; treat it as any other. */

@@ -17,7 +17,7 @@ constexpr uint32_t WIDTH = 128;
 
 /* One compiled kernel. */
 struct variant {
-    uint32_t dtype;
+    uint32_t dtype; /* of the cache; both fp8 formats are one */
     uint32_t head_dim;
     uint32_t rows_per_thread;
     const void *kernel;
@@ -26,9 +26,10 @@ struct variant {
     size_t unit_bytes;
 };
 
-template <class type, int head_dim, int rows_per_thread> variant make_variant(uint32_t dtype)
+template <class type, int head_dim, int rows_per_thread, bool fp8 = false>
+variant make_variant(uint32_t dtype)
 {
-    using S = dkv_fast::shape<type, head_dim, rows_per_thread>;
+    using S = dkv_fast::shape<type, head_dim, rows_per_thread, fp8>;
     static_assert(sizeof(dkv_fast::shared_memory<S>) <= 232448,
                   "shared memory of one thread block");
     return {dtype,
@@ -37,7 +38,7 @@ template <class type, int head_dim, int rows_per_thread> variant make_variant(ui
             reinterpret_cast<const void *>(dkv_fast::score<S>),
             sizeof(dkv_fast::shared_memory<S>),
             S::PARTIAL_BYTES,
-            sizeof(dkv_fast::merged<S>)};
+            sizeof(dkv_fast::merged<S>) + (fp8 ? S::ROWS * S::ROW_BYTES : 0)};
 }
 
 const variant variants[] = {
@@ -50,16 +51,27 @@ const variant variants[] = {
     make_variant<dkv_fast::bf16_type, 64, 2>(DKV_BF16),
     make_variant<dkv_fast::fp16_type, 64, 1>(DKV_FP16),
     make_variant<dkv_fast::fp16_type, 64, 2>(DKV_FP16),
+    make_variant<dkv_fast::fp16_type, 128, 1, true>(DKV_F8_E4M3),
+    make_variant<dkv_fast::fp16_type, 128, 2, true>(DKV_F8_E4M3),
+    make_variant<dkv_fast::fp16_type, 64, 1, true>(DKV_F8_E4M3),
+    make_variant<dkv_fast::fp16_type, 64, 2, true>(DKV_F8_E4M3),
 #endif
 };
 constexpr uint32_t N_VARIANTS = sizeof(variants) / sizeof(variants[0]);
 
+bool is_fp8(uint32_t dtype)
+{
+    return dtype == DKV_F8_E4M3 || dtype == DKV_F8_E5M2;
+}
+
 const variant *find_variant(const struct dkv_cu_block *block)
 {
+    const uint32_t dtype = is_fp8(block->k.dtype) ? static_cast<uint32_t>(DKV_F8_E4M3)
+                                                  : block->k.dtype;
     const uint32_t rows = block->group * block->window;
     const uint32_t rows_per_thread = rows <= 32 ? 1 : 2;
     for (const variant &v : variants) {
-        if (v.dtype == block->q_dtype && v.head_dim == block->head_dim &&
+        if (v.dtype == dtype && v.head_dim == block->head_dim &&
             v.rows_per_thread == rows_per_thread)
             return &v;
     }
@@ -152,13 +164,26 @@ cudaError_t fast_prepare(const struct dkv_cu_device *device)
     return cudaSuccess;
 }
 
+/* Whether a kernel reads these queries beside this cache: fp8 caches are made fp16, and what
+ * becomes fp16 as good as exactly is the query of such a cache. */
+bool takes_types(const struct dkv_cu_block *block)
+{
+    if (!is_fp8(block->k.dtype))
+        return block->v.dtype == block->k.dtype && block->q_dtype == block->k.dtype &&
+               block->q_align >= 4;
+    if (!is_fp8(block->v.dtype))
+        return false;
+    if (is_fp8(block->q_dtype))
+        return block->q_align >= 4 && block->q_scale != 0.0f;
+    return (block->q_dtype == DKV_BF16 || block->q_dtype == DKV_FP16) && block->q_align >= 8;
+}
+
 bool fast_takes(const struct dkv_cu_device *device, const struct dkv_cu_block *block)
 {
     return kernels_are_real && device->major == 9 && device->shared_bytes_max >= 232448 &&
-           find_variant(block) && block->v_dim == block->head_dim &&
-           block->k.dtype == block->q_dtype && block->v.dtype == block->q_dtype &&
-           block->q_align >= 4 && block->k.align >= 16 && block->v.align >= 16 &&
-           block->eps == 0.0f && block->p_round == 0 && block->gqa != DKV_GQA_MAX &&
+           find_variant(block) && takes_types(block) && block->v_dim == block->head_dim &&
+           block->k.align >= 16 && block->v.align >= 16 && block->eps == 0.0f &&
+           block->p_round == 0 && block->gqa != DKV_GQA_MAX &&
            block->nonfinite == DKV_NONFINITE_ERROR;
 }
 

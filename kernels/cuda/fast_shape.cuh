@@ -57,16 +57,20 @@ constexpr float NO_KEY = -1e30f;
 /* A squared distance below this part of |v|^2 is rounding noise: the values are equal. */
 constexpr float EQUAL = 1.0f / 4294967296.0f;
 
-template <class element, int head_dim, int rows_per_thread> struct shape {
+/* `element` is what tiles are made of: the cache's type, or fp16 where the cache is fp8. */
+template <class element, int head_dim, int rows_per_thread, bool fp8 = false> struct shape {
     using type = element;
+    static constexpr bool FP8 = fp8;
     static constexpr int DIM = head_dim;
     static constexpr int R = rows_per_thread;
     static constexpr int ROWS = 32 * rows_per_thread;
     static constexpr int K_STEPS = head_dim / 16;
     static constexpr int D_TILES = head_dim / 8;
 
-    static constexpr int ROW_BYTES = 2 * head_dim;
-    static constexpr int EIGHT_BYTES = 8 * ROW_BYTES; /* eight keys, see fast_place.cuh */
+    static constexpr int STORED_BYTES = fp8 ? head_dim
+                                            : 2 * head_dim; /* of a row, in global memory */
+    static constexpr int ROW_BYTES = 2 * head_dim;          /* in a tile */
+    static constexpr int EIGHT_BYTES = 8 * ROW_BYTES;       /* eight keys, see fast_place.cuh */
     static constexpr int HALF_BYTES = HALF * ROW_BYTES;
     static constexpr int SLOT_BYTES = ROWS * TILE * 4;
     static constexpr int SLOTS = rows_per_thread == 1 ? 13 : 6;
@@ -74,11 +78,13 @@ template <class element, int head_dim, int rows_per_thread> struct shape {
     static constexpr int A_HALVES = 8 * 128 / head_dim;
     static constexpr int B_HALVES = 6 * 128 / head_dim;
 
-    /* Registers of a thread by role; together four times those at launch. */
+    /* Registers of a thread by role; together four times those at launch. Converting fp8 takes
+     * some of what 16-bit tiles leave to others. */
     static constexpr int A_REGISTERS = rows_per_thread == 1 ? 184 : 208;
-    static constexpr int B_REGISTERS = rows_per_thread == 1 ? 176 : 192;
-    static constexpr int FETCH_REGISTERS = 40;
-    static constexpr int MERGE_REGISTERS = rows_per_thread == 1 ? 112 : 72;
+    static constexpr int B_REGISTERS = rows_per_thread == 1 ? (fp8 ? 168 : 176) : (fp8 ? 184 : 192);
+    static constexpr int FETCH_REGISTERS = fp8 ? 56 : 40;
+    static constexpr int MERGE_REGISTERS = rows_per_thread == 1 ? (fp8 ? 104 : 112)
+                                                                : (fp8 ? 64 : 72);
 
     /* A chunk's partial result in the ring: partial_head [ROWS], keys [ROWS], bases [ROWS], then
      * the output, float32 [ROWS][DIM]. */

@@ -67,6 +67,7 @@ struct dkv_cu_block {
     uint32_t n_valid;
     uint32_t valid_from;
     float scale;          /* of logits */
+    float q_scale;        /* of fp8 queries if their heads have one; 0: see unit.q_scales */
     float softcap;        /* 0: none */
     float eps;            /* 0: the exact form */
     uint32_t p_round;     /* p rounded to q_dtype before use */

@@ -59,6 +59,12 @@ const shape_case cases[] = {
     {"page 1 64K", 65536, 32, 8, 8, 128, 1, DKV_BF16, PAGE1, FLAT, 0, false, true},
     {"fp16 64K", 65536, 32, 8, 8, 128, 1, DKV_FP16, DENSE, FLAT, 0, false, true},
     {"dim 64 128K", 131072, 14, 2, 8, 64, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"fp8 128K", 131072, 32, 8, 8, 128, 1, DKV_F8_E4M3, DENSE, FLAT, 0, false, true},
+    {"fp8 64K", 65536, 32, 8, 8, 128, 1, DKV_F8_E4M3, DENSE, FLAT, 0, false, true},
+    {"fp8 32 x 4K", 4096, 32, 8, 8, 128, 32, DKV_F8_E4M3, DENSE, FLAT, 0, false, true},
+    {"fp8 4K", 4096, 32, 8, 8, 128, 1, DKV_F8_E4M3, DENSE, FLAT, 0, false, true},
+    {"fp8 page 16 64K", 65536, 32, 8, 8, 128, 1, DKV_F8_E4M3, PAGE16, FLAT, 0, false, true},
+    {"fp8 qwen 128K", 131072, 28, 4, 8, 128, 1, DKV_F8_E4M3, DENSE, FLAT, 0, false, true},
     {"peaked", 5000, 32, 8, 8, 128, 2, DKV_BF16, DENSE, PEAKED, 0, false, false},
     {"peaked fp16", 5000, 32, 8, 8, 128, 2, DKV_FP16, DENSE, PEAKED, 0, false, false},
     {"offset", 4097, 32, 8, 8, 128, 1, DKV_BF16, DENSE, OFFSET, 0, false, false},
@@ -72,6 +78,12 @@ const shape_case cases[] = {
     {"n 65", 65, 8, 8, 8, 128, 3, DKV_BF16, DENSE, PEAKED, 0, false, false},
     {"n 513", 513, 28, 4, 8, 128, 3, DKV_BF16, PAGE16, PEAKED, 0, false, false},
     {"window 32", 3333, 32, 8, 32, 128, 2, DKV_BF16, PAGE1, PEAKED, 0, false, false},
+    {"e5m2 peaked", 5000, 32, 8, 8, 128, 2, DKV_F8_E5M2, DENSE, PEAKED, 0, false, false},
+    {"fp8 sink", 3000, 32, 8, 8, 128, 1, DKV_F8_E4M3, PAGE1, SINK, 0, false, false},
+    {"fp8 same values", 2000, 28, 4, 8, 128, 1, DKV_F8_E4M3, DENSE, SAME_VALUES, 0, false, false},
+    {"fp8 513", 513, 28, 4, 8, 128, 3, DKV_F8_E4M3, PAGE16, PEAKED, 0, false, false},
+    {"e5m2 dim 64", 1999, 14, 2, 8, 64, 2, DKV_F8_E5M2, PAGE16, PEAKED, 5.0f, true, false},
+    {"fp8 dim 64", 9001, 8, 1, 32, 64, 2, DKV_F8_E4M3, DENSE, PEAKED, 0, false, false},
     {"dim 64", 1999, 14, 2, 8, 64, 2, DKV_FP16, PAGE16, PEAKED, 0, false, false},
 };
 
@@ -92,15 +104,23 @@ __device__ float gaussian(uint64_t i, uint32_t seed)
     return sqrtf(-2.0f * logf(u)) * cospif(2.0f * v);
 }
 
-__global__ void fill_gaussian(uint16_t *to, size_t n, uint32_t seed, float scale, float offset,
-                              uint32_t period, bool half)
+__device__ void store_element(unsigned char *row, size_t i, float x, uint32_t dtype)
+{
+    if (dtype == DKV_FP16)
+        reinterpret_cast<uint16_t *>(row)[i] = __half_as_ushort(__float2half(x));
+    else if (dtype == DKV_BF16)
+        reinterpret_cast<uint16_t *>(row)[i] = __bfloat16_as_ushort(__float2bfloat16(x));
+    else
+        row[i] = __nv_cvt_float_to_fp8(x, __NV_SATFINITE,
+                                       dtype == DKV_F8_E4M3 ? __NV_E4M3 : __NV_E5M2);
+}
+
+__global__ void fill_gaussian(unsigned char *to, size_t n, uint32_t seed, float scale, float offset,
+                              uint32_t period, uint32_t dtype)
 {
     for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < n;
-         i += static_cast<size_t>(gridDim.x) * blockDim.x) {
-        const float x = gaussian(period ? i % period : i, seed) * scale + offset;
-        to[i] = half ? __half_as_ushort(__float2half(x))
-                     : __bfloat16_as_ushort(__float2bfloat16(x));
-    }
+         i += static_cast<size_t>(gridDim.x) * blockDim.x)
+        store_element(to, i, gaussian(period ? i % period : i, seed) * scale + offset, dtype);
 }
 
 /* One key of a head points along the sum of the head's queries: an attention sink. */
@@ -117,10 +137,8 @@ __global__ void plant_sink(const dkv_cu_block *blocks, const dkv_cu_unit *units,
         sum += dkv_cu_load1(unit.q + (r / block.window) * block.q_head_stride +
                                 (r % block.window) * block.q_row_stride + 2 * threadIdx.x,
                             block.q_dtype, 1.0f);
-    sum *= strength;
-    reinterpret_cast<uint16_t *>(const_cast<unsigned char *>(row))[threadIdx.x] =
-        block.q_dtype == DKV_FP16 ? __half_as_ushort(__float2half(sum))
-                                  : __bfloat16_as_ushort(__float2bfloat16(sum));
+    store_element(const_cast<unsigned char *>(row), threadIdx.x, sum * strength / unit.k_scale,
+                  block.k.dtype);
 }
 
 /* The float64 reference, one unit at a time. */
@@ -136,6 +154,12 @@ __device__ const unsigned char *query_row(const dkv_cu_block &block, const dkv_c
 {
     return unit.q + (r / block.window) * block.q_head_stride +
            (r % block.window) * block.q_row_stride;
+}
+
+__device__ double element(const unsigned char *row, uint32_t d, uint32_t dtype, float scale)
+{
+    return static_cast<double>(dkv_cu_load1(row + d * dkv_cu_dtype_bytes(dtype), dtype, 1.0f)) *
+           static_cast<double>(scale);
 }
 
 __global__ void reference_logits(const dkv_cu_block *blocks, const dkv_cu_unit *units, uint32_t u,
@@ -154,7 +178,7 @@ __global__ void reference_logits(const dkv_cu_block *blocks, const dkv_cu_unit *
     double z = 0.0;
     for (uint32_t d = 0; d < block.head_dim; d++)
         z += static_cast<double>(dkv_cu_load1(q + 2 * d, block.q_dtype, 1.0f)) *
-             static_cast<double>(dkv_cu_load1(k + 2 * d, block.q_dtype, 1.0f));
+             element(k, d, block.k.dtype, unit.k_scale);
     z *= static_cast<double>(block.scale);
     if (block.softcap != 0.0f)
         z = block.softcap * tanh(z / block.softcap);
@@ -214,7 +238,7 @@ __global__ void reference_output(const dkv_cu_block *blocks, const dkv_cu_unit *
         const unsigned char *v = dkv_cu_row(block.v, unit.v, j + block.valid_from,
                                             &unit.report->bad_k_entry);
         sum += exp(z[j] - to.top[row]) / to.sum[row] *
-               static_cast<double>(dkv_cu_load1(v + 2 * threadIdx.x, block.q_dtype, 1.0f));
+               element(v, threadIdx.x, block.v.dtype, unit.v_scale);
     }
     atomicAdd(&to.output[row * block.v_dim + threadIdx.x], sum);
 }
@@ -239,7 +263,7 @@ __global__ void reference_scores(const dkv_cu_block *blocks, const dkv_cu_unit *
         double distance = 0.0;
         for (uint32_t d = lane; d < block.v_dim; d += 32) {
             const double x = to.output[row * block.v_dim + d] -
-                             static_cast<double>(dkv_cu_load1(v + 2 * d, block.q_dtype, 1.0f));
+                             element(v, d, block.v.dtype, unit.v_scale);
             distance += x * x;
         }
         for (int lanes = 16; lanes > 0; lanes /= 2)
@@ -303,10 +327,20 @@ struct batch {
     }
 };
 
+bool is_fp8(const shape_case &c)
+{
+    return c.dtype == DKV_F8_E4M3 || c.dtype == DKV_F8_E5M2;
+}
+
+uint32_t cache_bytes(const shape_case &c) /* of an element */
+{
+    return is_fp8(c) ? 1 : 2;
+}
+
 void make_rows(const shape_case &c, dkv_cu_rows *rows, const int *table)
 {
     memset(rows, 0, sizeof(*rows));
-    const int64_t row = 2 * c.dim;
+    const int64_t row = cache_bytes(c) * c.dim;
     rows->dtype = c.dtype;
     rows->align = 16;
     rows->mask = -1;
@@ -331,24 +365,25 @@ void make_batch(const shape_case &c, const struct dkv_cu_device *device, uint32_
 {
     const uint32_t n_pad = align_up(c.n, 16);
     const size_t side = static_cast<size_t>(n_pad) * c.kv_heads * c.dim; /* elements of K */
-    const bool half = c.dtype == DKV_FP16;
-    b->kv_bytes = c.blocks * 2 * side * 2;
+    const size_t side_bytes = side * cache_bytes(c);
+    const uint32_t q_dtype = is_fp8(c) ? static_cast<uint32_t>(DKV_BF16) : c.dtype;
+    b->kv_bytes = c.blocks * 2 * side_bytes;
     b->kv = b->alloc<unsigned char>(b->kv_bytes);
     const uint32_t group = c.q_heads / c.kv_heads;
     const size_t q_elements = static_cast<size_t>(c.q_heads) * c.window * c.dim;
     b->q = b->alloc<uint16_t>(q_elements * c.blocks);
-    uint16_t *kv = reinterpret_cast<uint16_t *>(b->kv);
-    fill_gaussian<<<1024, 256>>>(b->q, q_elements * c.blocks, seed + 1,
-                                 c.pattern == PEAKED ? 4.0f : 1.0f, 0.0f, 0, half);
+    unsigned char *kv = b->kv;
+    fill_gaussian<<<1024, 256>>>(reinterpret_cast<unsigned char *>(b->q), q_elements * c.blocks,
+                                 seed + 1, c.pattern == PEAKED ? 4.0f : 1.0f, 0.0f, 0, q_dtype);
     for (uint32_t i = 0; i < c.blocks; i++) {
-        fill_gaussian<<<2048, 256>>>(kv + i * 2 * side, 2 * side, seed + 2 + i, 1.0f, 0.0f, 0,
-                                     half);
+        fill_gaussian<<<2048, 256>>>(kv + i * 2 * side_bytes, 2 * side, seed + 2 + i, 1.0f, 0.0f, 0,
+                                     c.dtype);
         if (c.layout == DENSE && c.pattern == OFFSET)
-            fill_gaussian<<<2048, 256>>>(kv + (2 * i + 1) * side, side, seed + 77, 1.0f, 4.0f, 0,
-                                         half);
+            fill_gaussian<<<2048, 256>>>(kv + (2 * i + 1) * side_bytes, side, seed + 77, 1.0f, 4.0f,
+                                         0, c.dtype);
         if (c.layout == DENSE && c.pattern == SAME_VALUES)
-            fill_gaussian<<<2048, 256>>>(kv + (2 * i + 1) * side, side, seed + 77, 1.0f, 0.0f,
-                                         c.dim, half);
+            fill_gaussian<<<2048, 256>>>(kv + (2 * i + 1) * side_bytes, side, seed + 77, 1.0f, 0.0f,
+                                         c.dim, c.dtype);
     }
     const uint32_t page = c.layout == PAGE16 ? 16 : 1;
     int *table = nullptr;
@@ -375,7 +410,8 @@ void make_batch(const shape_case &c, const struct dkv_cu_device *device, uint32_
         make_rows(c, &block.v, table);
         block.q_row_stride = 2 * c.dim;
         block.q_head_stride = 2 * c.dim * c.window;
-        block.q_dtype = c.dtype;
+        block.q_dtype = q_dtype;
+        block.q_scale = 1.0f;
         block.q_align = 16;
         block.group = group;
         block.window = std::min(c.window, c.n);
@@ -388,19 +424,21 @@ void make_batch(const shape_case &c, const struct dkv_cu_device *device, uint32_
             dkv_cu_unit unit;
             memset(&unit, 0, sizeof(unit));
             const uint32_t index = i * c.kv_heads + h;
-            unsigned char *base = b->kv + i * 4 * side;
+            const size_t row_bytes = cache_bytes(c) * c.dim;
+            unsigned char *base = b->kv + i * 2 * side_bytes;
             unit.q = reinterpret_cast<unsigned char *>(b->q + i * q_elements +
                                                        h * group * c.window * c.dim);
-            unit.k = base + (c.layout == DENSE    ? 2 * static_cast<size_t>(c.n) * c.dim * h
-                             : c.layout == PAGE16 ? 4 * c.dim * h
-                                                  : 2 * c.dim * h);
-            unit.v = c.layout == PAGE16 ? unit.k + 2 * c.dim : unit.k + 2 * side;
+            unit.k = base + (c.layout == DENSE    ? c.n * row_bytes * h
+                             : c.layout == PAGE16 ? 2 * row_bytes * h
+                                                  : row_bytes * h);
+            unit.v = c.layout == PAGE16 ? unit.k + row_bytes : unit.k + side_bytes;
             unit.sink_logits = sink_logits ? sink_logits + h * group : nullptr;
             unit.scores = b->scores + static_cast<size_t>(index) * n_pad;
             unit.exponent = exponent + index;
             unit.work = b->alloc<unsigned char>(dkv_cu_scorer_fast.unit_bytes(&block));
             unit.report = report + index;
-            unit.k_scale = unit.v_scale = 1.0f;
+            unit.k_scale = is_fp8(c) ? 0.75f : 1.0f;
+            unit.v_scale = is_fp8(c) ? 1.7f : 1.0f;
             unit.block = i;
             unit.head = h;
             b->units.push_back(unit);
@@ -545,7 +583,8 @@ float elapsed_us(cudaEvent_t start, cudaEvent_t stop)
 
 void time_case(const shape_case &c, const struct dkv_cu_device *device)
 {
-    const size_t bytes = static_cast<size_t>(c.n) * c.kv_heads * c.dim * 4 * c.blocks;
+    const size_t bytes = static_cast<size_t>(c.n) * c.kv_heads * c.dim * 2 * cache_bytes(c) *
+                         c.blocks;
     const int sets = static_cast<int>(std::min<size_t>(16, std::max<size_t>(3, 400000000 / bytes)));
     std::vector<batch> batches(sets);
     for (int i = 0; i < sets; i++)
