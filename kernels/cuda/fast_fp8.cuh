@@ -160,8 +160,8 @@ template <class S> __device__ __forceinline__ void convert_query(job &work, int 
     }
     fits = __all_sync(~0u, fits);
     if (lane == 0) {
-        const float k = fabsf(work.unit.k_scale);
-        const float v = fabsf(work.unit.v_scale);
+        const float k = work.unit.k_scale;
+        const float v = work.unit.v_scale;
         fits &= k >= SCALE_MIN && k <= SCALE_MAX && v >= SCALE_MIN && v <= SCALE_MAX;
         if (!fits)
             atomicOr(&work.unit.report->flags, DKV_CU_RETRY);

@@ -550,6 +550,45 @@ static void a_sink_that_leaves_next_to_nothing_keeps_its_score(void **state)
             }
 }
 
+/* fp8 caches come with queries of other types, of any size, and with scales of any size. */
+static void fp8_caches_beside_any_query_and_scale_are_right(void **state)
+{
+    (void)state;
+    const struct {
+        enum dkv_dtype query;
+        double query_size;
+        float q_scale, k_scale, v_scale;
+    } forms[] = {{DKV_BF16, 1, 0, 0.75f, 1.5f},    {DKV_FP16, 1, 0, 0.75f, 1.5f},
+                 {DKV_FP32, 1, 0, 0.75f, 1.5f},    {DKV_F8_E4M3, 1, 0.7f, 0.75f, 1.5f},
+                 {DKV_F8_E5M2, 1, 3, 0.25f, 2},    {DKV_BF16, 1e-7, 0, 1e7f, 1},
+                 {DKV_BF16, 1e6, 0, 1e-6f, 1},     {DKV_BF16, 1, 0, 0.75f, 1e-16f},
+                 {DKV_FP16, 1, 0, 0.75f, 1.2e13f}, {DKV_F8_E4M3, 1, 1e-3f, 1e3f, 1},
+                 {DKV_F8_E4M3, 1, 1, 1e-17f, 1}};
+    for (size_t i = 0; i < sizeof(forms) / sizeof(forms[0]); i++)
+        for (enum dkv_dtype cache = DKV_F8_E4M3; cache <= DKV_F8_E5M2; cache++)
+            for (uint32_t head_dim = 64; head_dim <= 128; head_dim *= 2) {
+                struct dkv_random random = {180 + i};
+                struct dkv_shape shape = plain(forms[i].query);
+                struct dkv_case c;
+                const float head_scales[] = {1, 1.25f, 0.5f, 1};
+                shape.kv_dtype = cache;
+                shape.head_dim = head_dim;
+                shape.n_tokens = 600;
+                make(&c, shape, 180 + i);
+                dkv_case_fill(&c, DKV_QUERY, &random, forms[i].query_size);
+                dkv_case_set(&c, DKV_VALUE, 0, 599, 5, 57344); /* above E4M3's largest: 448 there */
+                c.block.query.scale = forms[i].q_scale;
+                c.block.key.scale = forms[i].k_scale;
+                c.block.value.scale = forms[i].v_scale;
+                check(&c, NULL);
+                if (forms[i].q_scale == 0.7f) {
+                    c.block.query.head_scales = head_scales;
+                    check(&c, NULL);
+                }
+                dkv_case_fini(&c);
+            }
+}
+
 /* One row and few tokens, so that no p is near the middle between two numbers of the input type:
  * the whole accuracy is asked, of a key with p near 0.9 too. */
 static void rounded_probabilities_are_used_in_every_form(void **state)
@@ -697,6 +736,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(values_above_1e18_are_out_of_range_not_nan),
         cmocka_unit_test(sinks_down_to_1e_12_keep_their_score_and_rank),
         cmocka_unit_test(a_sink_that_leaves_next_to_nothing_keeps_its_score),
+        cmocka_unit_test(fp8_caches_beside_any_query_and_scale_are_right),
         cmocka_unit_test(rounded_probabilities_are_used_in_every_form),
         cmocka_unit_test(probabilities_whose_squares_underflow_still_rank),
         cmocka_unit_test(a_table_entry_out_of_range_is_refused_naming_it),
