@@ -206,6 +206,13 @@ struct dkv_oip_batch_stats {
     struct dkv_oip_duration compute_input, compute_infer, compute_output;
 };
 
+/* Working memory of one device. */
+struct dkv_oip_memory_use {
+    const char *type; /* "CPU", "GPU" */
+    uint64_t id;
+    uint64_t bytes;
+};
+
 struct dkv_oip_stats {
     uint64_t last_inference_ms; /* since the epoch; 0: none yet */
     uint64_t inference_count;   /* blocks */
@@ -213,6 +220,8 @@ struct dkv_oip_stats {
     struct dkv_oip_duration success, fail, queue, compute_input, compute_infer, compute_output;
     const struct dkv_oip_batch_stats *batches; /* [n_batches], borrowed; may be empty */
     size_t n_batches;
+    const struct dkv_oip_memory_use *memory; /* [n_memory], likewise */
+    size_t n_memory;
 };
 
 /* GET /v2 */

@@ -143,15 +143,26 @@ static json_t *inference_stats(const struct dkv_oip_stats *stats)
                      duration(&none));
 }
 
+static json_t *memory_usage(const struct dkv_oip_stats *stats)
+{
+    json_t *list = json_array();
+
+    for (size_t i = 0; i < stats->n_memory; i++)
+        dkv_json_append(&list, json_pack("{s:s, s:o, s:o}", "type", stats->memory[i].type, "id",
+                                         count(stats->memory[i].id), "byte_size",
+                                         count(stats->memory[i].bytes)));
+    return list;
+}
+
 enum dkv_status dkv_oip_model_stats(const struct dkv_oip_stats *stats, struct dkv_oip_text *out)
 {
     return dkv_json_print(
-        json_pack("{s:[{s:s, s:s, s:o, s:o, s:o, s:o, s:{}, s:o, s:[]}]}", "model_stats", "name",
+        json_pack("{s:[{s:s, s:s, s:o, s:o, s:o, s:o, s:{}, s:o, s:o}]}", "model_stats", "name",
                   DKV_OIP_MODEL, "version", DKV_OIP_MODEL_VERSION, "last_inference",
                   count(stats->last_inference_ms), "inference_count", count(stats->inference_count),
                   "execution_count", count(stats->execution_count), "inference_stats",
                   inference_stats(stats), "response_stats", "batch_stats", batch_stats(stats),
-                  "memory_usage"),
+                  "memory_usage", memory_usage(stats)),
         out);
 }
 

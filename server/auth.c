@@ -139,22 +139,29 @@ static unsigned same_bytes(const struct dkv_token *token, const unsigned char *g
     return differs == 0;
 }
 
-const char *dkv_auth_check(const struct dkv_auth *auth, const char *authorization)
+const char *dkv_auth_check_token(const struct dkv_auth *auth, const char *token, size_t n)
 {
-    static const char scheme[] = "Bearer ";
     unsigned char given[DKV_TOKEN_MAX_BYTES] = {0};
     const char *client = NULL;
     if (!auth->required)
         return "local";
-    if (authorization == NULL || strncasecmp(authorization, scheme, sizeof(scheme) - 1) != 0)
-        return NULL;
-    const char *token = authorization + sizeof(scheme) - 1;
-    size_t n = strlen(token);
     if (n > DKV_TOKEN_MAX_BYTES)
         return NULL;
     memcpy(given, token, n);
     for (unsigned i = 0; i < auth->n_tokens; i++)
         if (same_bytes(&auth->tokens[i], given, n))
             client = auth->tokens[i].client;
+    explicit_bzero(given, sizeof(given));
     return client;
+}
+
+const char *dkv_auth_check(const struct dkv_auth *auth, const char *authorization)
+{
+    static const char scheme[] = "Bearer ";
+    if (!auth->required)
+        return "local";
+    if (authorization == NULL || strncasecmp(authorization, scheme, sizeof(scheme) - 1) != 0)
+        return NULL;
+    const char *token = authorization + sizeof(scheme) - 1;
+    return dkv_auth_check_token(auth, token, strlen(token));
 }

@@ -39,4 +39,7 @@ void dkv_auth_fini(struct dkv_auth *auth);
  * token differs, nor on which of the tokens it resembles. Returns the client's name, or NULL. */
 const char *dkv_auth_check(const struct dkv_auth *auth, const char *authorization);
 
+/* The same for a token by itself, of `n` bytes: a password that a browser sent. */
+const char *dkv_auth_check_token(const struct dkv_auth *auth, const char *token, size_t n);
+
 #endif

@@ -404,6 +404,8 @@ bool dkv_backend_ready(const struct dkv_backend *backend)
 static void facts_of(const struct dkv_backend_device *device, struct dkv_worker_facts *facts_out)
 {
     dkv_worker_facts(device->worker, facts_out);
+    facts_out->backend = device->engine.backend;
+    facts_out->description = device->engine.device;
     facts_out->busy_ns = device->busy_ns;
     facts_out->n_blocks = device->n_blocks;
     facts_out->scratch_bytes = device->scratch_bytes;

@@ -3,6 +3,7 @@
 #include "server/exchange.h"
 
 #include "server/clock.h"
+#include "server/handlers.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -36,6 +37,16 @@ void dkv_reply_response(struct dkv_exchange *exchange, unsigned http_status,
     dkv_conn_enter(exchange->conn, DKV_CONN_REPLY, dkv_clock_ms());
 }
 
+/* A person who opens the page is asked for a password; what programs ask for is not, so that a
+ * token that is no longer good does not open a dialogue under somebody's hands. */
+static const char *challenge(const struct dkv_exchange *exchange)
+{
+    const struct dkv_route *route = exchange->match.route;
+    return route != NULL && route->handler == dkv_handle_page
+               ? "Basic realm=\"dropkvd: any name, a token as password\", charset=\"UTF-8\""
+               : "Bearer";
+}
+
 void dkv_reply_error(struct dkv_exchange *exchange, unsigned http_status, const char *text)
 {
     char body[DKV_OIP_ERROR_BYTES];
@@ -47,7 +58,8 @@ void dkv_reply_error(struct dkv_exchange *exchange, unsigned http_status, const 
         if (http_status == 503 || http_status == 429)
             add_retry_after(exchange, response);
         if (http_status == 401)
-            MHD_add_response_header(response, MHD_HTTP_HEADER_WWW_AUTHENTICATE, "Bearer");
+            MHD_add_response_header(response, MHD_HTTP_HEADER_WWW_AUTHENTICATE,
+                                    challenge(exchange));
         if (http_status == 405 && exchange->allow != NULL)
             MHD_add_response_header(response, MHD_HTTP_HEADER_ALLOW, exchange->allow);
     }

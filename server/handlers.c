@@ -4,6 +4,8 @@
 #include "server/handlers.h"
 
 #include "server/exchange.h"
+#include "server/page.h"
+#include "server/stats.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -103,8 +105,11 @@ void dkv_handle_config(struct dkv_exchange *exchange)
 
 void dkv_handle_stats_all(struct dkv_exchange *exchange)
 {
+    struct dkv_server *server = exchange->server;
     struct dkv_oip_text text = {0};
-    reply_document(exchange, dkv_oip_model_stats(&exchange->server->metrics.stats, &text), &text);
+    struct dkv_backend_info info;
+    refresh_engine(server, &info);
+    reply_document(exchange, dkv_stats_text(server, &info, is_ready(server), &text), &text);
 }
 
 void dkv_handle_stats(struct dkv_exchange *exchange)
@@ -147,6 +152,24 @@ void dkv_handle_shm_register(struct dkv_exchange *exchange)
 void dkv_handle_shm_unregister(struct dkv_exchange *exchange)
 {
     dkv_reply_empty(exchange, 200);
+}
+
+void dkv_handle_page(struct dkv_exchange *exchange)
+{
+    static const char *const fields[][2] = {
+        {MHD_HTTP_HEADER_CONTENT_TYPE, "text/html; charset=utf-8"},
+        {"Content-Security-Policy", dkv_page_policy},
+        {"X-Content-Type-Options", "nosniff"},
+        {"Referrer-Policy", "no-referrer"},
+        {"Cross-Origin-Opener-Policy", "same-origin"},
+        {"Cross-Origin-Resource-Policy", "same-origin"},
+        {MHD_HTTP_HEADER_CACHE_CONTROL, "no-store"},
+    };
+    struct MHD_Response *response = MHD_create_response_from_buffer(
+        dkv_page_bytes, (void *)(uintptr_t)dkv_page, MHD_RESPMEM_PERSISTENT);
+    for (unsigned i = 0; response != NULL && i < sizeof(fields) / sizeof(fields[0]); i++)
+        MHD_add_response_header(response, fields[i][0], fields[i][1]);
+    dkv_reply_response(exchange, 200, response, dkv_page_bytes);
 }
 
 void dkv_handle_metrics(struct dkv_exchange *exchange)

@@ -22,6 +22,7 @@ void dkv_handle_shm_status(struct dkv_exchange *exchange);
 void dkv_handle_shm_region_status(struct dkv_exchange *exchange);
 void dkv_handle_shm_register(struct dkv_exchange *exchange);
 void dkv_handle_shm_unregister(struct dkv_exchange *exchange);
+void dkv_handle_page(struct dkv_exchange *exchange);
 void dkv_handle_metrics(struct dkv_exchange *exchange);
 
 #endif

@@ -39,6 +39,25 @@ static void refuse(struct dkv_exchange *exchange, unsigned http_status, enum dkv
     dkv_error_set(&exchange->refusal, status, "%s", text);
 }
 
+/* Who is asking: by a bearer token, or on the status page's routes, which change nothing, by a
+ * password, since a browser can send no other. NULL if by neither. */
+static const char *client_of(struct dkv_exchange *exchange, const struct dkv_http_head *head,
+                             bool page)
+{
+    const struct dkv_auth *auth = &exchange->server->auth;
+    const char *client = dkv_auth_check(auth, head->authorization);
+    char *name = NULL, *password = NULL;
+    if (client == NULL && page)
+        name = MHD_basic_auth_get_username_password(exchange->mhd, &password);
+    if (password != NULL) {
+        client = dkv_auth_check_token(auth, password, strlen(password));
+        explicit_bzero(password, strlen(password));
+    }
+    MHD_free(name);
+    MHD_free(password);
+    return client;
+}
+
 /* What the guard, the route table and the tokens say; sets refused_status if it may not go on. */
 static void judge_header(struct dkv_exchange *exchange, const struct dkv_http_rules *rules,
                          const char *method, const char *path, const char *version)
@@ -68,7 +87,8 @@ static void judge_header(struct dkv_exchange *exchange, const struct dkv_http_ru
 
     enum dkv_route_result found = dkv_route_find(method, path, &exchange->match, &exchange->allow);
     const bool open = found == DKV_ROUTE_FOUND && exchange->match.route->open;
-    const char *client = open ? "" : dkv_auth_check(&server->auth, head.authorization);
+    const bool page = found == DKV_ROUTE_FOUND && exchange->match.route->page;
+    const char *client = open ? "" : client_of(exchange, &head, page);
     if (client == NULL) {
         server->metrics.refusals[DKV_REFUSAL_AUTH]++;
         refuse(exchange, 401, DKV_E_DENIED, "a valid bearer token is needed");

@@ -229,6 +229,7 @@ static enum dkv_status start(struct life *life, struct dkv_error *err)
     if (status != DKV_OK)
         return status;
     dkv_reload_begin(server);
+    server->begun_ns = dkv_clock_ns();
     if (server->sessions != NULL)
         dkv_log(DKV_LOG_INFO, "listening at %.108s", dkv_sessions_path(server->sessions));
     if (server->http != NULL)

@@ -61,6 +61,38 @@ static void add_duration(struct dkv_oip_duration *duration, uint64_t ns)
     duration->ns += ns;
 }
 
+/* 1..EXACT as they are, then (EXACT, 2 EXACT], and so on. */
+static unsigned size_index(uint64_t n_items)
+{
+    unsigned i = DKV_METRICS_EXACT;
+    if (n_items <= DKV_METRICS_EXACT)
+        return n_items > 0 ? (unsigned)n_items - 1 : 0;
+    for (uint64_t top = 2 * DKV_METRICS_EXACT; n_items > top && i + 1 < DKV_METRICS_SIZES; top *= 2)
+        i++;
+    return i;
+}
+
+size_t dkv_metrics_sizes(const struct dkv_metrics *metrics,
+                         struct dkv_oip_batch_stats out[DKV_METRICS_SIZES])
+{
+    size_t n = 0;
+    for (unsigned i = 0; i < DKV_METRICS_SIZES; i++) {
+        const struct dkv_oip_duration *time = &metrics->by_size[i];
+        if (time->count == 0)
+            continue;
+        const struct dkv_oip_duration none = {time->count, 0};
+        out[n++] = (struct dkv_oip_batch_stats){
+            .batch_size = i < DKV_METRICS_EXACT
+                              ? i + 1
+                              : UINT64_C(2) * DKV_METRICS_EXACT << (i - DKV_METRICS_EXACT),
+            .compute_input = none, /* a part of infer: the engine reads in place */
+            .compute_infer = *time,
+            .compute_output = none,
+        };
+    }
+    return n;
+}
+
 void dkv_metrics_batch(struct dkv_metrics *metrics, const struct dkv_job *job)
 {
     metrics->nonfinite_refused += job->n_refused_nonfinite;
@@ -68,6 +100,8 @@ void dkv_metrics_batch(struct dkv_metrics *metrics, const struct dkv_job *job)
     if (!job->batch_first)
         return;
     metrics->stats.execution_count++;
+    add_duration(&metrics->by_size[size_index(job->batch_items)],
+                 job->finished_ns - job->started_ns);
     dkv_histogram_add(&metrics->batch_items, job->batch_items);
     dkv_histogram_add(&metrics->batch_tokens, (double)job->batch_tokens);
     dkv_histogram_add(&metrics->batch_bytes, (double)job->batch_bytes);

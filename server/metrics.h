@@ -54,6 +54,10 @@ enum dkv_release {
 
 #define DKV_HISTOGRAM_BUCKETS_MAX 16
 
+/* Sizes of batches that are told apart: each up to EXACT, then powers of two. */
+#define DKV_METRICS_EXACT 64u
+#define DKV_METRICS_SIZES (DKV_METRICS_EXACT + 26u)
+
 struct dkv_histogram {
     const double *bounds; /* ascending upper bounds, inclusive */
     unsigned n_bounds;
@@ -82,7 +86,8 @@ struct dkv_metrics {
     struct dkv_histogram batch_items;
     struct dkv_histogram batch_tokens;
     struct dkv_histogram batch_bytes;
-    uint64_t degraded;          /* answered by recency */
+    struct dkv_oip_duration by_size[DKV_METRICS_SIZES]; /* engine batches and their time */
+    uint64_t degraded;                                  /* answered by recency */
     struct dkv_oip_stats stats; /* the protocol's: its blocks and batches are counted there */
 };
 
@@ -115,6 +120,10 @@ void dkv_histogram_add(struct dkv_histogram *histogram, double value);
 /* Counts what the engine made of an ended job, and the batch that it ran in, once: by the job that
  * is marked first. */
 void dkv_metrics_batch(struct dkv_metrics *metrics, const struct dkv_job *job);
+
+/* The batches by size, of those sizes that there were; how many. */
+size_t dkv_metrics_sizes(const struct dkv_metrics *metrics,
+                         struct dkv_oip_batch_stats out[DKV_METRICS_SIZES]);
 
 /* Counts what was answered: blocks, tokens, and the way it came, in a front of that name. */
 void dkv_metrics_answer(struct dkv_metrics *metrics, const struct dkv_job *job,

@@ -9,38 +9,41 @@
 #define MODEL_VERSION "/v2/models/{model}/versions/{version}"
 
 const struct dkv_route dkv_routes[] = {
-    {DKV_ROUTE_GET, "/v2", dkv_handle_server, false, false},
-    {DKV_ROUTE_GET, "/v2/health/live", dkv_handle_live, true, false},
-    {DKV_ROUTE_GET, "/v2/health/ready", dkv_handle_ready, true, false},
-    {DKV_ROUTE_GET, "/v2/models/stats", dkv_handle_stats_all, false, false},
-    {DKV_ROUTE_GET, MODEL, dkv_handle_model, false, false},
-    {DKV_ROUTE_GET, MODEL_VERSION, dkv_handle_model, false, false},
-    {DKV_ROUTE_GET, MODEL "/ready", dkv_handle_model_ready, false, false},
-    {DKV_ROUTE_GET, MODEL_VERSION "/ready", dkv_handle_model_ready, false, false},
-    {DKV_ROUTE_GET, MODEL "/config", dkv_handle_config, false, false},
-    {DKV_ROUTE_GET, MODEL_VERSION "/config", dkv_handle_config, false, false},
-    {DKV_ROUTE_GET, MODEL "/stats", dkv_handle_stats, false, false},
-    {DKV_ROUTE_GET, MODEL_VERSION "/stats", dkv_handle_stats, false, false},
-    {DKV_ROUTE_POST, MODEL "/infer", dkv_handle_infer, false, true},
-    {DKV_ROUTE_POST, MODEL_VERSION "/infer", dkv_handle_infer, false, true},
-    {DKV_ROUTE_POST, "/v2/repository/index", dkv_handle_index, false, false},
-    {DKV_ROUTE_GET, "/v2/systemsharedmemory/status", dkv_handle_shm_status, false, false},
-    {DKV_ROUTE_GET, "/v2/cudasharedmemory/status", dkv_handle_shm_status, false, false},
+    {DKV_ROUTE_GET, "/", dkv_handle_page, false, true, false},
+    {DKV_ROUTE_GET, "/v2", dkv_handle_server, false, false, false},
+    {DKV_ROUTE_GET, "/v2/health/live", dkv_handle_live, true, false, false},
+    {DKV_ROUTE_GET, "/v2/health/ready", dkv_handle_ready, true, false, false},
+    {DKV_ROUTE_GET, "/v2/models/stats", dkv_handle_stats_all, false, false, false},
+    {DKV_ROUTE_GET, MODEL, dkv_handle_model, false, false, false},
+    {DKV_ROUTE_GET, MODEL_VERSION, dkv_handle_model, false, false, false},
+    {DKV_ROUTE_GET, MODEL "/ready", dkv_handle_model_ready, false, false, false},
+    {DKV_ROUTE_GET, MODEL_VERSION "/ready", dkv_handle_model_ready, false, false, false},
+    {DKV_ROUTE_GET, MODEL "/config", dkv_handle_config, false, false, false},
+    {DKV_ROUTE_GET, MODEL_VERSION "/config", dkv_handle_config, false, false, false},
+    {DKV_ROUTE_GET, MODEL "/stats", dkv_handle_stats, false, true, false},
+    {DKV_ROUTE_GET, MODEL_VERSION "/stats", dkv_handle_stats, false, false, false},
+    {DKV_ROUTE_POST, MODEL "/infer", dkv_handle_infer, false, false, true},
+    {DKV_ROUTE_POST, MODEL_VERSION "/infer", dkv_handle_infer, false, false, true},
+    {DKV_ROUTE_POST, "/v2/repository/index", dkv_handle_index, false, false, false},
+    {DKV_ROUTE_GET, "/v2/systemsharedmemory/status", dkv_handle_shm_status, false, false, false},
+    {DKV_ROUTE_GET, "/v2/cudasharedmemory/status", dkv_handle_shm_status, false, false, false},
     {DKV_ROUTE_GET, "/v2/systemsharedmemory/region/{region}/status", dkv_handle_shm_region_status,
-     false, false},
+     false, false, false},
     {DKV_ROUTE_GET, "/v2/cudasharedmemory/region/{region}/status", dkv_handle_shm_region_status,
-     false, false},
+     false, false, false},
     {DKV_ROUTE_POST, "/v2/systemsharedmemory/region/{region}/register", dkv_handle_shm_register,
-     false, false},
+     false, false, false},
     {DKV_ROUTE_POST, "/v2/cudasharedmemory/region/{region}/register", dkv_handle_shm_register,
-     false, false},
-    {DKV_ROUTE_POST, "/v2/systemsharedmemory/unregister", dkv_handle_shm_unregister, false, false},
-    {DKV_ROUTE_POST, "/v2/cudasharedmemory/unregister", dkv_handle_shm_unregister, false, false},
+     false, false, false},
+    {DKV_ROUTE_POST, "/v2/systemsharedmemory/unregister", dkv_handle_shm_unregister, false, false,
+     false},
+    {DKV_ROUTE_POST, "/v2/cudasharedmemory/unregister", dkv_handle_shm_unregister, false, false,
+     false},
     {DKV_ROUTE_POST, "/v2/systemsharedmemory/region/{region}/unregister", dkv_handle_shm_unregister,
-     false, false},
+     false, false, false},
     {DKV_ROUTE_POST, "/v2/cudasharedmemory/region/{region}/unregister", dkv_handle_shm_unregister,
-     false, false},
-    {DKV_ROUTE_GET, "/metrics", dkv_handle_metrics, false, false},
+     false, false, false},
+    {DKV_ROUTE_GET, "/metrics", dkv_handle_metrics, false, true, false},
 };
 
 const size_t dkv_n_routes = sizeof(dkv_routes) / sizeof(dkv_routes[0]);
@@ -103,6 +106,8 @@ static char *placeholder(struct dkv_route_match *match, const char *pattern, siz
 static bool matches(const char *pattern, const char *path, struct dkv_route_match *match)
 {
     *match = (struct dkv_route_match){0};
+    if (pattern[1] == '\0')
+        return strcmp(path, pattern) == 0;
     while (*pattern == '/' && *path == '/') {
         size_t n_pattern = segment_bytes(++pattern);
         size_t n_path = segment_bytes(++path);

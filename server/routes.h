@@ -25,6 +25,7 @@ struct dkv_route {
     const char *pattern;          /* "/v2/models/{model}/versions/{version}/infer" */
     dkv_route_fn handler;
     bool open;   /* answers without a token: what a load balancer's probe asks */
+    bool page;   /* of the status page: a browser may sign in with a password, which is a token */
     bool tensor; /* takes a body up to max_body_bytes; the others up to a few kilobytes */
 };
 

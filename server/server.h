@@ -48,6 +48,7 @@ struct dkv_server {
     struct dkv_log_limit client_log;  /* lines that clients can cause */
     struct dkv_log_limit request_log; /* lines of requests: many, but not without end */
     uint64_t n_records;               /* requests that have ended: the number of the last one */
+    uint64_t begun_ns;                /* when the daemon was ready */
     unsigned n_accepted;              /* inference requests accepted and not answered yet */
     bool leaving;  /* the end was announced: not ready, but everything is accepted still */
     bool draining; /* what was accepted is answered, nothing more is accepted */

@@ -78,7 +78,9 @@ struct dkv_worker_facts {
     pid_t pid; /* 0: none */
 
     /* The backend's. */
-    uint64_t busy_ns; /* time with a batch */
+    const char *backend;     /* the engine's name: "cpu/avx512" */
+    const char *description; /* "NVIDIA H200" */
+    uint64_t busy_ns;        /* time with a batch */
     uint64_t n_blocks;
     uint64_t scratch_bytes;
     uint64_t mapped_bytes; /* of clients' regions */

@@ -178,7 +178,7 @@ class Raw(unittest.TestCase):
     def test_paths_match_whole_and_undecoded(self):
         rows = {
             "/v2/": 404, "/v2//health/live": 404, "/v2/health/live/": 404, "/V2/health/live": 404,
-            "/v2%2Fhealth%2Flive": 404, "/v2/health/live?x=/../..": 200, "/v2?x": 200, "/": 404, "": 400,
+            "/v2%2Fhealth%2Flive": 404, "/v2/health/live?x=/../..": 200, "/v2?x": 200, "/": 200, "/index.html": 404, "": 400,
             "/v2/models/dropkv%2Fready": 404, "/v2/models/dropkv%2freadyx/ready": 404,
             "/v2/models/%64ropkv/ready": 200, "/v2/models/dropkv/versions/1/ready": 200,
             "/v2/models/dropkv/versions/2/ready": 404, "/v2/models/dropkv/versions/one/ready": 404,
