@@ -76,6 +76,15 @@ static enum dkv_status parse(struct dkv_auth *auth, char *text, struct dkv_error
     return DKV_OK;
 }
 
+/* Nobody but the owner may. Where that is somebody else, the group that the daemon runs as may
+ * read: the volumes of container platforms belong to root and give their files to a group. */
+static bool is_private(const struct stat *info)
+{
+    const bool given = info->st_uid != geteuid() && info->st_gid == getegid();
+    const mode_t group_may = given ? 040 : 0;
+    return (info->st_mode & 077 & ~group_may) == 0;
+}
+
 static enum dkv_status read_private_file(const char *path, char *text, size_t text_bytes,
                                          struct dkv_error *err)
 {
@@ -87,11 +96,12 @@ static enum dkv_status read_private_file(const char *path, char *text, size_t te
                              strerror(errno));
     if (fstat(fd, &info) != 0 || !S_ISREG(info.st_mode))
         status = dkv_error_set(err, DKV_E_IO, "token_file: %.120s is not a regular file", path);
-    else if ((info.st_mode & 077) != 0)
-        status = dkv_error_set(err, DKV_E_DENIED,
-                               "token_file: %.120s has mode %04o; others must not have access "
-                               "(chmod 0600)",
-                               path, (unsigned)info.st_mode & 07777);
+    else if (!is_private(&info))
+        status = dkv_error_set(
+            err, DKV_E_DENIED,
+            "token_file: %.120s has mode %04o; others must not have access "
+            "(chmod 0600; 0640 if it is another user's and of the daemon's group)",
+            path, (unsigned)info.st_mode & 07777);
     else if (info.st_size >= (off_t)text_bytes)
         status = dkv_error_set(err, DKV_E_INVALID, "token_file: %lld bytes, at most %zu are read",
                                (long long)info.st_size, text_bytes - 1);

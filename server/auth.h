@@ -2,7 +2,8 @@
  *
  * The file has one token a line, at least 32 printable characters without spaces, optionally after
  * a client's name and a space; lines that are empty or start with # are skipped. It must be a
- * regular file that nobody but its owner can read (mode 0600 or 0400).
+ * regular file that nobody but its owner can read (mode 0600 or 0400), or, where that
+ * is another user, the group that the daemon runs as (0640 or 0440).
  *
  * Owner   load/fini. fini() wipes the tokens.
  * Thread  loop only.

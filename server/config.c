@@ -53,7 +53,7 @@ const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
     TEXT(port_file, "", NULL, "Write the port in use to this file once listening"),
     LIST(device, "cpu", "Device that computes: cpu, or cuda:N; may be given several times"),
     TEXT(cpu_mask, "", NULL, "Instruction sets the CPU engine may use, as DKV_CPU_MASK"),
-    TEXT(token_file, "", NULL, "File of bearer tokens, one a line, mode 0600"),
+    TEXT(token_file, "", NULL, "File of bearer tokens, one a line, mode 0600 or 0400"),
     TEXT(log_format, "text", log_formats, "Form of the log"),
     TEXT(log_level, "info", log_levels, "How much to log"),
     TEXT(log_file, "", NULL,

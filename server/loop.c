@@ -14,6 +14,7 @@
  */
 #include "server/errand.h"
 #include "server/http.h"
+#include "server/memory_limit.h"
 #include "server/notify.h"
 #include "server/reload.h"
 #include "server/server.h"
@@ -162,9 +163,12 @@ static uint64_t body_limit(const struct dkv_config *config)
 {
     if (config->max_queue_bytes != 0)
         return config->max_queue_bytes;
-    const uint64_t machine = uv_get_total_memory();
-    const uint64_t group = uv_get_constrained_memory(); /* 0: unknown */
-    return (group != 0 && group < machine ? group : machine) / 2;
+    uint64_t least = uv_get_total_memory();
+    const uint64_t groups[] = {uv_get_constrained_memory(), /* version 1; 0: unknown */
+                               dkv_memory_limit("/proc/self/cgroup", "/sys/fs/cgroup")};
+    for (unsigned i = 0; i < 2; i++)
+        least = groups[i] != 0 && groups[i] < least ? groups[i] : least;
+    return least / 2;
 }
 
 /* Room for all bodies twice over, for answers, and for a chunked upload on every connection, each

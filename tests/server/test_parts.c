@@ -4,6 +4,7 @@
 #include "server/conn.h"
 #include "server/listen.h"
 #include "server/log.h"
+#include "server/memory_limit.h"
 #include "server/metrics.h"
 
 #include <setjmp.h>
@@ -273,6 +274,7 @@ static void a_bad_token_file_changes_nothing(void **unused)
     } rows[] = {
         {TOKEN_A, 0644, DKV_E_DENIED},
         {TOKEN_A, 0620, DKV_E_DENIED},
+        {TOKEN_A, 0640, DKV_E_DENIED}, /* its owner is this user, who can do better */
         {"", 0600, DKV_E_INVALID},
         {"# nothing\n", 0600, DKV_E_INVALID},
         {"short", 0600, DKV_E_INVALID},
@@ -294,6 +296,85 @@ static void a_bad_token_file_changes_nothing(void **unused)
     assert_int_equal(dkv_auth_load(&auth, "/tmp", &err), DKV_E_IO);
     assert_int_equal(dkv_auth_load(&auth, "/nonexistent", &err), DKV_E_IO);
     dkv_auth_fini(&auth);
+}
+
+/* As Kubernetes hands secrets over: root's, readable by the group of the pod. */
+static void tokens_of_another_user_may_be_readable_by_our_group(void **unused)
+{
+    static const struct {
+        gid_t group;
+        mode_t mode;
+        enum dkv_status status;
+    } rows[] = {{0, 0440, DKV_OK},
+                {0, 0640, DKV_OK},
+                {0, 0660, DKV_E_DENIED},
+                {0, 0444, DKV_E_DENIED},
+                {1, 0440, DKV_E_DENIED}};
+    char path[] = "/tmp/dropkvd-test-XXXXXX";
+    struct dkv_auth auth = {0};
+    struct dkv_error err;
+    (void)unused;
+    if (geteuid() != 0)
+        skip();
+    int fd = mkstemp(path);
+    assert_int_equal(write(fd, TOKEN_A, strlen(TOKEN_A)), (ssize_t)strlen(TOKEN_A));
+    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+        assert_int_equal(fchown(fd, 1, rows[i].group + getegid()), 0);
+        assert_int_equal(fchmod(fd, rows[i].mode), 0);
+        assert_int_equal(dkv_auth_load(&auth, path, &err), rows[i].status);
+    }
+    close(fd);
+    unlink(path);
+    dkv_auth_fini(&auth);
+}
+
+/* ---- memory ---- */
+
+static void put(const char *folder, const char *name, const char *text)
+{
+    char path[256];
+    snprintf(path, sizeof(path), "%s/%s", folder, name);
+    FILE *file = fopen(path, "w");
+    assert_non_null(file);
+    fputs(text, file);
+    fclose(file);
+}
+
+static void the_least_limit_on_the_way_up_counts(void **unused)
+{
+    static const struct {
+        const char *membership;
+        uint64_t bytes;
+    } rows[] = {
+        {"0::/a/b\n", 3000},              /* a says less than b */
+        {"5:memory:/a\n0::/a/b\n", 3000}, /* version 1 beside it */
+        {"0::/a\n", 3000},
+        {"0::/c\n", UINT64_MAX}, /* "max" */
+        {"0::/\n", UINT64_MAX},
+        {"0::/../../elsewhere\n", UINT64_MAX}, /* a container that sees its host's path */
+        {"4:memory:/a\n", UINT64_MAX},
+        {"", UINT64_MAX},
+    };
+    char mount[] = "/tmp/dropkvd-test-XXXXXX", command[128], membership[64];
+    (void)unused;
+    assert_non_null(mkdtemp(mount));
+    snprintf(command, sizeof(command), "mkdir -p %s/a/b %s/c", mount, mount);
+    assert_int_equal(system(command), 0);
+    put(mount, "a/memory.max", "3000\n");
+    put(mount, "a/b/memory.max", "5000\n");
+    put(mount, "c/memory.max", "max\n");
+    snprintf(membership, sizeof(membership), "%s/membership", mount);
+    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
+        put(mount, "membership", rows[i].membership);
+        assert_true(dkv_memory_limit(membership, mount) == rows[i].bytes);
+    }
+    /* A container's own mount begins at its group. */
+    put(mount, "memory.max", "2000\n");
+    assert_true(dkv_memory_limit(membership, mount) == 2000);
+    assert_true(dkv_memory_limit("/nonexistent", mount) == 2000);
+    assert_true(dkv_memory_limit("/nonexistent", "/nonexistent") == UINT64_MAX);
+    snprintf(command, sizeof(command), "rm -r %s", mount);
+    assert_int_equal(system(command), 0);
 }
 
 /* ---- addresses ---- */
@@ -571,6 +652,8 @@ int main(void)
         cmocka_unit_test(every_status_has_an_outcome),
         cmocka_unit_test(tokens_belong_to_clients),
         cmocka_unit_test(a_bad_token_file_changes_nothing),
+        cmocka_unit_test(tokens_of_another_user_may_be_readable_by_our_group),
+        cmocka_unit_test(the_least_limit_on_the_way_up_counts),
         cmocka_unit_test(addresses_are_loopback_or_not),
         cmocka_unit_test(the_tensor_section_is_aligned_whatever_the_head),
         cmocka_unit_test(ranges_never_overlap_and_all_comes_back),
