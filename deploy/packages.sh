@@ -10,7 +10,7 @@ build_packages="gcc libc6-dev meson ninja-build pkg-config libmicrohttpd-dev lib
     libjansson-dev libcurl4-openssl-dev libpopt-dev"
 test_packages="g++ clang libclang-rt-14-dev clang-format libcmocka-dev python3 python3-venv mandoc jq curl haproxy"
 
-deb_packages="debhelper dpkg-dev lintian debootstrap systemd-container"
+deb_packages="debhelper dpkg-dev lintian debootstrap systemd-container buildah"
 
 wanted=
 for group in "$@"; do
