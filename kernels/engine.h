@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define DKV_ENGINE_ABI 2u
+#define DKV_ENGINE_ABI 3u
 
 /* One block of a batch.
  *

@@ -70,6 +70,12 @@ struct dkv_block {
 
     const float *sink_logits; /* host, [q_heads], or NULL: one more softmax term per query head
                                  whose value is the zero vector (gpt-oss) */
+
+    /* What some policies take beside the tensors (proto/policy.h); host, NULL if there is none. */
+    const float *token_weight;    /* [kv_heads][n_tokens], >= 0: factor of a token's score */
+    const float *carry_in;        /* [kv_heads][n_tokens], >= 0: scores of earlier calls */
+    const float *external_scores; /* [kv_heads][n_tokens] */
+    const float *value_metric; /* [q_heads][v_dim][v_dim], row-major: distances are |M (a - v)| */
 };
 
 /* A view of a dense row-major [heads][tokens][dim] tensor of `bytes` bytes at `base`. */

@@ -1,6 +1,8 @@
 /* Setting, resolving and judging parameters: everything here walks the table of params_table.c. */
 #include "proto/params_table.h"
 
+#include "proto/policy.h"
+
 #include <assert.h>
 #include <errno.h>
 #include <stdlib.h>
@@ -236,30 +238,33 @@ struct dkv_value dkv_params_get(const struct dkv_params *params, enum dkv_param_
 
 #define DEFAULT_KEEP_RATIO 0.1
 
-static const struct {
-    int64_t window;
-    enum dkv_pool pool;
-    int64_t kernel;
-    double eps;
-    enum dkv_p_round p_round;
-} profiles[] = {
-    [DKV_PROFILE_PAPER] = {8, DKV_POOL_MAX, 11, 0, DKV_P_ROUND_NONE},
-    [DKV_PROFILE_AUTHOR] = {8, DKV_POOL_AVG, 11, 1e-6, DKV_P_ROUND_INPUT},
-    [DKV_PROFILE_KVPRESS] = {32, DKV_POOL_AVG, 7, 1e-6, DKV_P_ROUND_INPUT},
-};
+/* The policy's defaults under the profile, and nothing where one of them is no such word: the gate
+ * refuses that. */
+static void fill_from_profile(struct dkv_params *filled, const struct dkv_params *params)
+{
+    const struct dkv_policy_info *policy = dkv_policy_info(params->policy);
+
+    if (policy == NULL || (unsigned)params->profile > DKV_PROFILE_KVPRESS)
+        return;
+    const struct dkv_policy_defaults *defaults = &policy->profiles[params->profile];
+    filled->window = defaults->window;
+    filled->pool = defaults->pool;
+    filled->kernel = defaults->kernel;
+    filled->pool_scope = defaults->pool_scope;
+    filled->eps = defaults->eps;
+    filled->p_round = defaults->p_round;
+    filled->gqa = defaults->gqa;
+    filled->reduce = defaults->reduce;
+    filled->sinks = defaults->sinks;
+    filled->recent = defaults->recent;
+}
 
 void dkv_params_resolve(struct dkv_params *params)
 {
-    struct dkv_params filled = {.set = params->set, .keep_ratio = DEFAULT_KEEP_RATIO};
-    const size_t profile = (size_t)params->profile;
+    struct dkv_params filled = {
+        .set = params->set, .keep_ratio = DEFAULT_KEEP_RATIO, .ema_alpha = 0.3, .gamma = 200};
 
-    if (profile < sizeof(profiles) / sizeof(profiles[0])) { /* else the gate refuses it */
-        filled.window = profiles[profile].window;
-        filled.pool = profiles[profile].pool;
-        filled.kernel = profiles[profile].kernel;
-        filled.eps = profiles[profile].eps;
-        filled.p_round = profiles[profile].p_round;
-    }
+    fill_from_profile(&filled, params);
     for (size_t i = 0; i < DKV_PARAM_COUNT; i++) {
         static const size_t bytes[] = {sizeof(unsigned), sizeof(int64_t), sizeof(double),
                                        DKV_STREAM_NAME_MAX + 1};
@@ -267,7 +272,7 @@ void dkv_params_resolve(struct dkv_params *params)
             memcpy(field_of(&filled, &dkv_param_rows[i]),
                    const_field_of(params, &dkv_param_rows[i]), bytes[dkv_param_rows[i].field]);
     }
-    if (!dkv_params_has(params, DKV_PARAM_RECENT))
+    if (filled.recent == DKV_RECENT_WINDOW)
         filled.recent = filled.window;
     *params = filled;
 }
@@ -331,11 +336,12 @@ static enum dkv_status check_field(const struct dkv_params *params, const struct
     return check_text(row, field, err);
 }
 
-/* Fields that have no value unless the caller gave one. */
+/* Fields that have no value, or one outside the range, unless the caller gave one. */
 static bool optional(enum dkv_param_id id)
 {
     return id == DKV_PARAM_TOTAL_TOKENS || id == DKV_PARAM_MAX_KEEP_TOKENS ||
-           id == DKV_PARAM_SCALE || id == DKV_PARAM_STREAM;
+           id == DKV_PARAM_SCALE || id == DKV_PARAM_STREAM || id == DKV_PARAM_WINDOW ||
+           id == DKV_PARAM_RECENT;
 }
 
 static enum dkv_status check_one_budget(const struct dkv_params *params, struct dkv_error *err)
@@ -354,6 +360,25 @@ static enum dkv_status check_one_budget(const struct dkv_params *params, struct 
     return DKV_OK;
 }
 
+/* Parameters that the policy has no meaning for, where a silent one would give a wrong answer. */
+static enum dkv_status check_policy(const struct dkv_params *params, struct dkv_error *err)
+{
+    const struct dkv_policy_info *policy = dkv_policy_info(params->policy);
+    const char *reduce = word_or_unknown(DKV_PARAM_REDUCE, params->reduce);
+
+    if (!(policy->reduces >> params->reduce & 1u))
+        return dkv_error_set(err, DKV_E_INVALID, "reduce: %s has no form '%s'", policy->name,
+                             reduce);
+    if (params->eps > 0 && params->policy != DKV_POLICY_DROPKV)
+        return dkv_error_set(err, DKV_E_INVALID, "eps: %g is for policy dropkv, %s needs 0",
+                             params->eps, policy->name);
+    if (params->p_round == DKV_P_ROUND_INPUT && params->policy == DKV_POLICY_RESTKV)
+        return dkv_error_set(err, DKV_E_INVALID, "p_round: input is not possible with restkv");
+    if (params->policy == DKV_POLICY_KVZIP && params->gqa != DKV_GQA_MAX)
+        return dkv_error_set(err, DKV_E_INVALID, "gqa: kvzip takes max alone");
+    return DKV_OK;
+}
+
 enum dkv_status dkv_params_check(const struct dkv_params *params, struct dkv_error *err)
 {
     enum dkv_status status = check_one_budget(params, err);
@@ -361,6 +386,8 @@ enum dkv_status dkv_params_check(const struct dkv_params *params, struct dkv_err
     for (size_t i = 0; i < DKV_PARAM_COUNT && status == DKV_OK; i++)
         if (dkv_params_has(params, (enum dkv_param_id)i) || !optional((enum dkv_param_id)i))
             status = check_field(params, &dkv_param_rows[i], err);
+    if (status == DKV_OK)
+        status = check_policy(params, err);
     if (status == DKV_OK && params->kernel % 2 == 0)
         return dkv_error_set(err, DKV_E_INVALID, "kernel: %lld is even, needs %s",
                              (long long)params->kernel,

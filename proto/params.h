@@ -22,21 +22,48 @@ extern "C" {
 #define DKV_HEAD_DIM_MAX    512u     /* D and D_v */
 #define DKV_TOKENS_MAX      2097152u /* n of one block */
 #define DKV_WINDOW_MAX      512u
-#define DKV_ROWS_MAX        512u  /* (Hq / Hkv) * window */
-#define DKV_KERNEL_MAX      511u  /* pooling kernel, odd */
-#define DKV_BLOCKS_MAX      4096u /* blocks of one request */
+#define DKV_ROWS_MAX        512u   /* (Hq / Hkv) * window */
+#define DKV_ALL_ROWS_MAX    65536u /* the same where a policy takes every row given */
+#define DKV_KERNEL_MAX      511u   /* pooling kernel, odd */
+#define DKV_BLOCKS_MAX      4096u  /* blocks of one request */
 #define DKV_PAGE_TOKENS_MAX 65536u
 #define DKV_STREAM_NAME_MAX 64u
 
 enum dkv_profile { DKV_PROFILE_PAPER = 0, DKV_PROFILE_AUTHOR, DKV_PROFILE_KVPRESS };
-enum dkv_policy { DKV_POLICY_DROPKV = 0 };
+/* proto/policy.h says what each needs, kernels/policies/ what it computes. */
+enum dkv_policy {
+    DKV_POLICY_DROPKV = 0,
+    DKV_POLICY_SNAPKV,
+    DKV_POLICY_TOVA,
+    DKV_POLICY_H2O,
+    DKV_POLICY_CAKE,
+    DKV_POLICY_ANDPRO,
+    DKV_POLICY_CRITICALKV,
+    DKV_POLICY_RESTKV,
+    DKV_POLICY_KVZIP,
+    DKV_POLICY_KEYDIFF,
+    DKV_POLICY_KNORM,
+    DKV_POLICY_STREAMING,
+    DKV_POLICY_RANDOM,
+    DKV_POLICY_EXTERNAL,
+    DKV_POLICY_COUNT,
+};
 enum dkv_pool { DKV_POOL_NONE = 0, DKV_POOL_MAX, DKV_POOL_AVG };
 enum dkv_pool_scope { DKV_POOL_SCOPE_ALL = 0, DKV_POOL_SCOPE_PREFIX };
 enum dkv_p_round { DKV_P_ROUND_NONE = 0, DKV_P_ROUND_INPUT };
-enum dkv_gqa { DKV_GQA_MEAN = 0, DKV_GQA_MAX, DKV_GQA_SUM };
+enum dkv_gqa { DKV_GQA_MEAN = 0, DKV_GQA_MAX, DKV_GQA_SUM, DKV_GQA_LAYER };
 enum dkv_on_conflict { DKV_CONFLICT_PROTECT = 0, DKV_CONFLICT_BUDGET, DKV_CONFLICT_ERROR };
 enum dkv_on_overload { DKV_OVERLOAD_REFUSE = 0, DKV_OVERLOAD_RECENCY };
 enum dkv_nonfinite { DKV_NONFINITE_ERROR = 0, DKV_NONFINITE_MASK };
+enum dkv_reduce {
+    DKV_REDUCE_SUM = 0,
+    DKV_REDUCE_MEAN,      /* over the window's rows */
+    DKV_REDUCE_MEAN_SEEN, /* over those of them that see the token */
+    DKV_REDUCE_MAX,
+    DKV_REDUCE_EMA,       /* of the rows' terms, the newest row with weight ema_alpha */
+    DKV_REDUCE_EMA_FIRST, /* of the rows' probabilities, before anything else is done to them */
+};
+enum dkv_anchor { DKV_ANCHOR_NORMALISED = 0, DKV_ANCHOR_PLAIN };
 
 /* Bits of dkv_params.set, one per field below. */
 enum dkv_param_id {
@@ -65,6 +92,11 @@ enum dkv_param_id {
     DKV_PARAM_PRIORITY,
     DKV_PARAM_TIMEOUT,
     DKV_PARAM_ON_OVERLOAD,
+    DKV_PARAM_REDUCE,
+    DKV_PARAM_EMA_ALPHA,
+    DKV_PARAM_GAMMA,
+    DKV_PARAM_ANCHOR,
+    DKV_PARAM_SEED,
     DKV_PARAM_COUNT,
 };
 
@@ -72,7 +104,7 @@ struct dkv_params {
     uint64_t set; /* bit i: the caller named parameter i (enum dkv_param_id) */
     enum dkv_profile profile;
     enum dkv_policy policy;
-    int64_t window;
+    int64_t window; /* 0: every row given, the default of h2o and kvzip */
     enum dkv_pool pool;
     int64_t kernel;
     enum dkv_pool_scope pool_scope;
@@ -80,7 +112,7 @@ struct dkv_params {
     enum dkv_p_round p_round;
     enum dkv_gqa gqa;
     int64_t sinks;
-    int64_t recent;    /* default: window */
+    int64_t recent;    /* default: the policy's, mostly window */
     double keep_ratio; /* exactly one of these three budgets; default keep_ratio 0.1 */
     double compression_ratio;
     int64_t keep_tokens;
@@ -95,6 +127,11 @@ struct dkv_params {
     int64_t timeout;  /* microseconds; 0: the server's */
     char stream[DKV_STREAM_NAME_MAX + 1];
     enum dkv_on_overload on_overload;
+    enum dkv_reduce reduce; /* over the window's rows */
+    double ema_alpha;       /* weight of the newest row */
+    double gamma;           /* weight of the variance (cake) */
+    enum dkv_anchor anchor; /* keydiff: the mean of normalised keys or of the keys as they are */
+    int64_t seed;           /* random */
 };
 
 /* Nothing set. */

@@ -8,14 +8,19 @@
 #include <assert.h>
 
 static const char *const profile_words[] = {"paper", "author", "kvpress", NULL};
-static const char *const policy_words[] = {"dropkv", NULL};
+static const char *const policy_words[] = {"dropkv", "snapkv",     "tova",   "h2o",      "cake",
+                                           "andpro", "criticalkv", "restkv", "kvzip",    "keydiff",
+                                           "knorm",  "streaming",  "random", "external", NULL};
 static const char *const pool_words[] = {"none", "max", "avg", NULL};
 static const char *const pool_scope_words[] = {"all", "prefix", NULL};
 static const char *const p_round_words[] = {"none", "input", NULL};
-static const char *const gqa_words[] = {"mean", "max", "sum", NULL};
+static const char *const gqa_words[] = {"mean", "max", "sum", "layer", NULL};
 static const char *const on_conflict_words[] = {"protect", "budget", "error", NULL};
 static const char *const on_overload_words[] = {"refuse", "recency", NULL};
 static const char *const nonfinite_words[] = {"error", "mask", NULL};
+static const char *const reduce_words[] = {"sum", "mean",      "mean_seen", "max",
+                                           "ema", "ema_first", NULL};
+static const char *const anchor_words[] = {"normalised", "plain", NULL};
 
 /* Counts of tokens may exceed what a block can hold (a budget larger than the prompt keeps it all),
  * but not what an index can name. */
@@ -51,7 +56,9 @@ static const char *const nonfinite_words[] = {"error", "mask", NULL};
 const struct dkv_param_row dkv_param_rows[DKV_PARAM_COUNT] = {
     WORD(PROFILE, profile, "paper | author | kvpress",
          "Set of defaults: the paper's method, or a published code's with its singular behaviour."),
-    WORD(POLICY, policy, "dropkv",
+    WORD(POLICY, policy,
+         "dropkv | snapkv | tova | h2o | cake | andpro | criticalkv | restkv | kvzip | keydiff | "
+         "knorm | streaming | random | external",
          "Rule that scores the tokens."),
     INT(WINDOW, window, 1, DKV_WINDOW_MAX, "1..512", "query rows",
         "Last query rows that observe the cache."),
@@ -65,8 +72,9 @@ const struct dkv_param_row dkv_param_rows[DKV_PARAM_COUNT] = {
          "Added to 1-p in the denominator; 0 takes the exact leave-one-out form."),
     WORD(P_ROUND, p_round, "none | input",
          "Round probabilities to the type of the queries before use, as the published code does."),
-    WORD(GQA, gqa, "mean | max | sum",
-         "How the query heads of a GQA group are combined."),
+    WORD(GQA, gqa, "mean | max | sum | layer",
+         "How the query heads of a GQA group are combined; layer: the mean over all heads, one "
+         "kept set for the layer."),
     INT(SINKS, sinks, 0, COUNT_MAX, "0.." COUNT_RANGE, "tokens",
         "First tokens that are protected."),
     INT(RECENT, recent, 0, COUNT_MAX, "0.." COUNT_RANGE, "tokens",
@@ -101,6 +109,16 @@ const struct dkv_param_row dkv_param_rows[DKV_PARAM_COUNT] = {
         "Longest wait for an answer; 0 leaves it to the server."),
     WORD(ON_OVERLOAD, on_overload, "refuse | recency",
          "When the server cannot take the request: refuse it, or keep sinks and the latest tokens."),
+    WORD(REDUCE, reduce, "sum | mean | mean_seen | max | ema | ema_first",
+         "How the rows of the window are combined; each policy takes some of these."),
+    REAL(EMA_ALPHA, ema_alpha, 0.001, 1, false, "0.001..1",
+         "Weight of the newest row in a moving average over the rows."),
+    REAL(GAMMA, gamma, 0, 1e9, false, "0..1e9",
+         "Weight of the variance beside the mean (cake)."),
+    WORD(ANCHOR, anchor, "normalised | plain",
+         "What keys are compared with: the mean of normalised keys, or the plain mean (keydiff)."),
+    INT(SEED, seed, 0, TIMEOUT_MAX, "0.." TIMEOUT_RANGE, "",
+        "Which of the random orders (random)."),
 };
 /* clang-format on */
 

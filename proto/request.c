@@ -8,6 +8,8 @@
  */
 #include "proto/request.h"
 
+#include "proto/policy.h"
+
 #include <math.h>
 #include <string.h>
 
@@ -311,17 +313,49 @@ static enum dkv_status check_sink_logits(const struct dkv_block *block, struct d
     return DKV_OK;
 }
 
+/* ---- The policy's optional tensors ----------------------------------------------------------- */
+
+static enum dkv_status check_extras(const struct dkv_block *block, const struct dkv_params *params,
+                                    struct dkv_error *err)
+{
+    const struct dkv_policy_info *policy = dkv_policy_info(params->policy);
+    const struct {
+        const char *name;
+        const float *given;
+        unsigned bit;
+    } extras[] = {
+        {"token_weight", block->token_weight, DKV_EXTRA_TOKEN_WEIGHT},
+        {"carry_in", block->carry_in, DKV_EXTRA_CARRY_IN},
+        {"external_scores", block->external_scores, DKV_EXTRA_EXTERNAL},
+        {"value_metric", block->value_metric, DKV_EXTRA_VALUE_METRIC},
+    };
+
+    for (size_t i = 0; i < sizeof(extras) / sizeof(extras[0]); i++)
+        if (extras[i].given != NULL && !(policy->extras & extras[i].bit))
+            return dkv_error_set(err, DKV_E_INVALID, "%s: policy %s does not take it",
+                                 extras[i].name, policy->name);
+    if ((policy->extras & DKV_EXTRA_EXTERNAL) && block->external_scores == NULL)
+        return dkv_error_set(err, DKV_E_INVALID, "external_scores: policy %s needs them",
+                             policy->name);
+    if (block->carry_in != NULL && params->reduce == DKV_REDUCE_MEAN_SEEN)
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "carry_in: a sum goes on, reduce=mean_seen does not");
+    return DKV_OK;
+}
+
 /* ---- Window and budget ---------------------------------------------------------------------- */
 
 static enum dkv_status plan_window(const struct dkv_block *block, const struct dkv_params *params,
                                    struct dkv_plan *plan, struct dkv_error *err)
 {
-    const uint64_t rows = min_u64((uint64_t)params->window, block->q_rows);
+    const bool all = params->window == 0;
+    const uint64_t rows = all ? block->q_rows : min_u64((uint64_t)params->window, block->q_rows);
+    const uint64_t most = all ? DKV_ALL_ROWS_MAX : DKV_ROWS_MAX;
 
-    if (plan->group * rows > DKV_ROWS_MAX)
+    if (plan->group * rows > most)
         return dkv_error_set(err, DKV_E_INVALID,
-                             "window: %llu rows of %u query heads per KV head are outside 1..%u",
-                             (unsigned long long)rows, plan->group, DKV_ROWS_MAX);
+                             "window: %llu rows of %u query heads per KV head are outside 1..%llu",
+                             (unsigned long long)rows, plan->group, (unsigned long long)most);
     plan->window = (uint32_t)min_u64(rows, plan->n_valid);
     plan->first_row = block->q_rows - plan->window;
     plan->scale = dkv_params_has(params, DKV_PARAM_SCALE) ? params->scale
@@ -354,10 +388,15 @@ static enum dkv_status plan_budget(const struct dkv_params *params, struct dkv_p
     const uint64_t cap = capped ? min_u64((uint64_t)params->max_keep_tokens, n) : n;
     const uint64_t budget = min_u64(budget_tokens(params, n), cap);
     const bool whole = n <= (uint64_t)params->window; /* nothing lies before the window */
-    uint64_t k = budget;
+    uint64_t k = budget, recent = (uint64_t)params->recent;
 
+    if (params->recent == DKV_RECENT_HALF)
+        recent = budget / 2;
+    else if (params->window == 0 && !dkv_params_has(params, DKV_PARAM_RECENT) && recent == 0 &&
+             dkv_policy_info(params->policy)->profiles[params->profile].recent == DKV_RECENT_WINDOW)
+        recent = plan->window;
     plan->sinks = min_u64((uint64_t)params->sinks, n);
-    plan->recent = min_u64((uint64_t)params->recent, n - plan->sinks);
+    plan->recent = min_u64(recent, n - plan->sinks);
     const uint64_t protect = plan->sinks + plan->recent;
 
     if (params->on_conflict == DKV_CONFLICT_ERROR && budget < protect && !whole)
@@ -375,6 +414,15 @@ static enum dkv_status plan_budget(const struct dkv_params *params, struct dkv_p
     return DKV_OK;
 }
 
+/* A KV head's scores, none below 0, are all that dkv_select() looks at. */
+static bool needs_general(const struct dkv_block *block, const struct dkv_params *params)
+{
+    return dkv_policy_info(params->policy)->any_sign || params->gqa == DKV_GQA_LAYER ||
+           params->policy == DKV_POLICY_CRITICALKV || params->policy == DKV_POLICY_STREAMING ||
+           params->policy == DKV_POLICY_RANDOM || block->carry_in != NULL ||
+           block->value_metric != NULL;
+}
+
 /* ---- The gate ------------------------------------------------------------------------------- */
 
 static enum dkv_status judge_block(const struct dkv_block *block, const struct dkv_params *params,
@@ -386,9 +434,11 @@ static enum dkv_status judge_block(const struct dkv_block *block, const struct d
     if ((status = check_shape(block, plan, err)) != DKV_OK ||
         (status = check_dtypes(block, params, err)) != DKV_OK ||
         (status = check_sink_logits(block, err)) != DKV_OK ||
+        (status = check_extras(block, params, err)) != DKV_OK ||
         (status = check_views(block, plan, err)) != DKV_OK ||
         (status = plan_window(block, params, plan, err)) != DKV_OK)
         return status;
+    plan->general = needs_general(block, params);
     return plan_budget(params, plan, err);
 }
 
@@ -410,7 +460,9 @@ enum dkv_status dkv_request_validate(const struct dkv_request *request, struct d
         if (status != DKV_OK)
             return dkv_error_set(err, status, "%s", why.text);
     }
-    for (uint32_t i = 0; i < request->n_blocks; i++)
+    for (uint32_t i = 0; i < request->n_blocks; i++) {
         (void)judge_block(&request->blocks[i], &request->params, &plans_out[i], NULL);
+        plans_out[i].index = i;
+    }
     return DKV_OK;
 }

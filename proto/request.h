@@ -24,6 +24,7 @@ struct dkv_request {
 /* What the gate worked out for one block; engines read this instead of the parameters' raw form. */
 struct dkv_plan {
     uint32_t group;         /* g = q_heads / kv_heads */
+    uint32_t index;         /* of the block in its request */
     uint32_t window;        /* w = min(window, q_rows, n_valid): rows used per query head */
     uint64_t first_row;     /* q_rows - w: the first of them */
     uint64_t n_valid;       /* n_tokens - valid_from */
@@ -32,6 +33,8 @@ struct dkv_plan {
     uint64_t recent;        /* protected last tokens */
     uint64_t keep_tokens;   /* k, per KV head: 1..n_valid */
     bool keep_all;          /* the answer is every valid token: score only if scores are wanted */
+    bool general;           /* selection needs more than one head's scores, scores of any sign, or
+                               optional tensors: not for engines that know dkv_select() alone */
     double scale;           /* of logits, resolved */
     uint64_t k_entry_limit; /* paged: an entry e of the table is in bounds for keys if e < limit */
     uint64_t v_entry_limit;

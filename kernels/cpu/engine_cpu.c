@@ -16,6 +16,7 @@
  * most, and 4 bytes per token of the longest block plus about 1 MiB.
  */
 #include "kernels/cpu/cpu.h"
+#include "kernels/cpu/general.h"
 #include "kernels/cpu/head.h"
 #include "kernels/cpu/threads.h"
 #include "kernels/select.h"
@@ -50,6 +51,8 @@ struct dkv_engine {
     struct buffer shared;  /* a head */
     struct buffer *wholes; /* [threads] a head each */
     struct buffer *tiles;  /* [threads] tile and selection scratch */
+    struct buffer general; /* of the block with plan->general that is being answered */
+    struct dkv_choice_work general_work; /* in it */
     uint64_t scratch_bytes, scratch_peak_bytes;
     struct head_task tasks[TASKS_MAX];
 };
@@ -87,6 +90,7 @@ static void cpu_close(struct dkv_engine *engine)
             buffer_release(&engine->tiles[t]);
     }
     buffer_release(&engine->shared);
+    buffer_release(&engine->general);
     free(engine->wholes);
     free(engine->tiles);
     free(engine);
@@ -142,81 +146,87 @@ static void *select_scratch(const struct dkv_engine *engine, const struct dkv_he
     return (uint8_t *)engine->tiles[thread].bytes + dkv_tile_bytes(head);
 }
 
+/* A head is scored: select here, or leave that to the block's end. */
 static void select_and_finish(const struct dkv_engine *engine, const struct dkv_head *head,
                               unsigned thread)
 {
     const struct dkv_item *item = head->item;
+    if (item->plan->general) {
+        dkv_general_take(&engine->general_work, head);
+        return;
+    }
     const struct dkv_select_spec spec = dkv_select_spec_of(item->block, item->params, item->plan);
     dkv_select(&spec, head->raw, head->flags, select_scratch(engine, head, thread),
                item->keep_out + (uint64_t)head->index * item->plan->keep_tokens);
     dkv_head_finish(head);
 }
 
-static unsigned run_whole(const struct dkv_engine *engine, struct dkv_head *head, unsigned thread)
-{
-    struct dkv_tile tile;
-    dkv_head_place(head, engine->wholes[thread].bytes);
-    dkv_tile_place(&tile, head, engine->tiles[thread].bytes);
-    unsigned faults = dkv_head_begin(head, &tile);
-    if (faults != DKV_FAULT_NONE)
-        return faults;
-    for (uint32_t s = 0; s < head->n_splits; s++)
-        dkv_head_pass_a(head, s, &tile);
-    faults = dkv_head_merge(head, &tile);
-    if (faults != DKV_FAULT_NONE)
-        return faults;
-    if (head->author_form) {
-        for (uint32_t s = 0; s < head->n_splits; s++)
-            dkv_head_pass_a2(head, s, &tile);
-        dkv_head_merge_a2(head, &tile);
-    }
-    for (uint32_t s = 0; s < head->n_splits; s++)
-        dkv_head_pass_b(head, s, &tile);
-    faults = dkv_head_faults(head);
-    if (faults == DKV_FAULT_NONE)
-        select_and_finish(engine, head, thread);
-    return faults;
-}
-
-/* One step of a shared head: `step` over all splits. */
-struct shared_step {
+/* One step: `step` over all splits, on this thread or on all. */
+struct splits {
     const struct dkv_engine *engine;
     struct dkv_head *head;
     void (*step)(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile);
+    const struct dkv_tile *tile; /* NULL: on all threads, each with its own */
 };
 
-static void shared_task(void *context, size_t task, unsigned thread)
+static void split_task(void *context, size_t task, unsigned thread)
 {
-    const struct shared_step *shared = context;
+    const struct splits *splits = context;
     struct dkv_tile tile;
-    dkv_tile_place(&tile, shared->head, shared->engine->tiles[thread].bytes);
-    shared->step(shared->head, (uint32_t)task, &tile);
+    dkv_tile_place(&tile, splits->head, splits->engine->tiles[thread].bytes);
+    splits->step(splits->head, (uint32_t)task, &tile);
 }
 
-static unsigned run_shared(const struct dkv_engine *engine, struct dkv_head *head)
+static void run_splits(struct splits *splits, void (*step)(struct dkv_head *head, uint32_t split,
+                                                           const struct dkv_tile *tile))
 {
-    struct shared_step step = {.engine = engine, .head = head};
-    struct dkv_tile tile;
-    dkv_head_place(head, engine->shared.bytes);
-    dkv_tile_place(&tile, head, engine->tiles[0].bytes);
-    unsigned faults = dkv_head_begin(head, &tile);
+    splits->step = step;
+    if (splits->tile == NULL) {
+        dkv_threads_run(splits->engine->crew, split_task, splits, splits->head->n_splits);
+        return;
+    }
+    for (uint32_t s = 0; s < splits->head->n_splits; s++)
+        step(splits->head, s, splits->tile);
+}
+
+/* All steps of a head for one chunk of its rows. */
+static unsigned run_rows(struct splits *splits, const struct dkv_tile *tile)
+{
+    struct dkv_head *head = splits->head;
+    unsigned faults = dkv_head_begin(head, tile);
     if (faults != DKV_FAULT_NONE)
         return faults;
-    step.step = dkv_head_pass_a;
-    dkv_threads_run(engine->crew, shared_task, &step, head->n_splits);
-    faults = dkv_head_merge(head, &tile);
+    run_splits(splits, dkv_head_pass_a);
+    faults = dkv_head_merge(head, tile);
     if (faults != DKV_FAULT_NONE)
         return faults;
     if (head->author_form) {
-        step.step = dkv_head_pass_a2;
-        dkv_threads_run(engine->crew, shared_task, &step, head->n_splits);
-        dkv_head_merge_a2(head, &tile);
+        run_splits(splits, dkv_head_pass_a2);
+        dkv_head_merge_a2(head, tile);
     }
-    step.step = dkv_head_pass_b;
-    dkv_threads_run(engine->crew, shared_task, &step, head->n_splits);
-    faults = dkv_head_faults(head);
+    run_splits(splits, dkv_head_pass_b);
+    return dkv_head_faults(head);
+}
+
+/* A head in `memory`, on this thread or on all of them. */
+static unsigned run_head(const struct dkv_engine *engine, struct dkv_head *head, void *memory,
+                         unsigned thread, bool all_threads)
+{
+    struct dkv_tile tile;
+    struct splits splits = {.engine = engine, .head = head, .tile = all_threads ? NULL : &tile};
+    unsigned faults = DKV_FAULT_NONE;
+    dkv_tile_place(&tile, head, engine->tiles[thread].bytes);
+    if (head->rule->source != DKV_SOURCE_ROWS) {
+        head->flags = engine->general_work.flags + head->index * head->n;
+        return dkv_general_score(&engine->general_work, head, &tile);
+    }
+    dkv_head_place(head, memory);
+    for (uint32_t c = 0; c < head->n_chunks && faults == DKV_FAULT_NONE; c++) {
+        dkv_head_take_rows(head, c);
+        faults = run_rows(&splits, &tile);
+    }
     if (faults == DKV_FAULT_NONE)
-        select_and_finish(engine, head, 0);
+        select_and_finish(engine, head, thread);
     return faults;
 }
 
@@ -233,7 +243,7 @@ static void whole_task(void *context, size_t task, unsigned thread)
     struct head_task *at = &slice->tasks[task];
     struct dkv_head head;
     dkv_head_init(&head, slice->engine->ops, at->item, at->head);
-    at->faults = run_whole(slice->engine, &head, thread);
+    at->faults = run_head(slice->engine, &head, slice->engine->wholes[thread].bytes, thread, false);
     at->masked = at->faults == DKV_FAULT_NONE && dkv_head_has_masked(&head);
 }
 
@@ -253,6 +263,8 @@ static void explain_failures(const struct slice *slice)
 
 static void run_slice(struct slice *slice)
 {
+    if (slice->n_tasks == 0)
+        return;
     dkv_threads_run(slice->engine->crew, whole_task, slice, slice->n_tasks);
     explain_failures(slice);
     slice->n_tasks = 0;
@@ -266,7 +278,7 @@ static size_t larger(size_t a, size_t b)
 /* How a batch is laid out, found before it starts. */
 struct layout {
     uint64_t n_heads; /* that have to be scored */
-    size_t shared_bytes, whole_bytes, tile_bytes;
+    size_t shared_bytes, whole_bytes, tile_bytes, general_bytes;
 };
 
 /* Heads of one size on all threads at once: is a third of the machine idle in the last round? */
@@ -279,7 +291,7 @@ static bool leaves_threads_idle(const struct dkv_engine *engine, uint64_t n_head
 static bool runs_shared(const struct dkv_engine *engine, const struct dkv_head *head,
                         uint64_t n_heads)
 {
-    if (engine->threads == 1)
+    if (engine->threads == 1 || head->rule->source != DKV_SOURCE_ROWS)
         return false;
     if (dkv_head_bytes(head) > larger(WHOLE_BYTES / engine->threads, WHOLE_BYTES_EACH))
         return true;
@@ -302,12 +314,15 @@ static bool reserve(struct dkv_engine *engine, const struct dkv_item *items, siz
             continue;
         struct dkv_head head;
         dkv_head_init(&head, engine->ops, &items[i], 0);
+        if (items[i].plan->general)
+            layout->general_bytes = larger(layout->general_bytes, dkv_general_bytes(&items[i]));
         size_t *bytes = runs_shared(engine, &head, layout->n_heads) ? &layout->shared_bytes
                                                                     : &layout->whole_bytes;
         *bytes = larger(*bytes, dkv_head_bytes(&head));
         layout->tile_bytes = larger(layout->tile_bytes, dkv_tile_bytes(&head));
     }
-    bool ok = buffer_grow(engine, &engine->shared, layout->shared_bytes);
+    bool ok = buffer_grow(engine, &engine->shared, layout->shared_bytes) &&
+              buffer_grow(engine, &engine->general, layout->general_bytes);
     for (unsigned t = 0; t < engine->threads && ok; t++) {
         ok = buffer_grow(engine, &engine->wholes[t], layout->whole_bytes) &&
              (layout->tile_bytes == 0 ||
@@ -317,6 +332,7 @@ static bool reserve(struct dkv_engine *engine, const struct dkv_item *items, siz
     return ok;
 }
 
+/* Scores an item's heads: those that need all threads now, the others with their slice. */
 static void run_item(struct slice *slice, struct dkv_item *item, const struct layout *layout)
 {
     const struct dkv_engine *engine = slice->engine;
@@ -329,13 +345,25 @@ static void run_item(struct slice *slice, struct dkv_item *item, const struct la
                 run_slice(slice);
             continue;
         }
-        const unsigned faults = run_shared(engine, &head);
+        const unsigned faults = run_head(engine, &head, engine->shared.bytes, 0, true);
         if (faults != DKV_FAULT_NONE) {
             item->status = dkv_head_explain(&head, faults, &item->nonfinite, &item->error);
             return;
         }
         item->nonfinite |= dkv_head_has_masked(&head);
     }
+}
+
+/* The engine has memory for the scores of one such block, so it is finished before the next. */
+static void run_general(struct dkv_engine *engine, struct slice *slice, struct dkv_item *item,
+                        const struct layout *layout)
+{
+    run_slice(slice);
+    dkv_general_place(&engine->general_work, item, engine->general.bytes);
+    run_item(slice, item, layout);
+    run_slice(slice);
+    if (item->status == DKV_OK)
+        item->status = dkv_general_finish(&engine->general_work, item, &item->error);
 }
 
 /* Everything is kept: no tensor needs to be looked at. */
@@ -373,13 +401,14 @@ static enum dkv_status cpu_submit(struct dkv_engine *engine, struct dkv_item *it
     const unsigned fpu = dkv_cpu_fpu_enter();
     struct slice slice = {.engine = engine, .tasks = engine->tasks};
     for (size_t i = 0; i < n_items; i++) {
-        if (needs_scoring(&items[i]))
+        if (needs_scoring(&items[i]) && items[i].plan->general)
+            run_general(engine, &slice, &items[i], &layout);
+        else if (needs_scoring(&items[i]))
             run_item(&slice, &items[i], &layout);
         else if (items[i].status == DKV_OK)
             keep_all(&items[i]);
     }
-    if (slice.n_tasks > 0)
-        run_slice(&slice);
+    run_slice(&slice);
     dkv_cpu_fpu_leave(fpu);
     return DKV_OK;
 }

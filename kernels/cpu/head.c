@@ -1,6 +1,6 @@
-/* Shape, memory and preparation of a head; the passes are in head_pass.c, the states between them
- * in head_merge.c, the centres of keys and values in head_centre.c, the search for what went wrong
- * in head_explain.c.
+/* Shape, memory and preparation of a head; the passes are in head_pass.c and, for rules other than
+ * DropKV's, head_rule.c; the states between them in head_merge.c and head_average.c, the centres of
+ * keys and values in head_centre.c, the search for what went wrong in head_explain.c.
  */
 #include "kernels/cpu/head.h"
 
@@ -14,6 +14,28 @@
 #define SPLIT_BYTES_MAX   (1u << 20) /* of all splits' panels, where two fit at all */
 #define NATIVE_OFFSET_MAX 1.0 /* keys no further from zero than they spread: no digit is lost */
 
+static uint32_t whole_vectors(const struct dkv_cpu_ops *ops, uint32_t rows)
+{
+    return (rows + ops->lanes - 1) / ops->lanes * ops->lanes;
+}
+
+/* Rows per query head that a chunk has at most. */
+static uint32_t chunk_rows(const struct dkv_plan *plan)
+{
+    return plan->group < DKV_ROWS_MAX ? DKV_ROWS_MAX / plan->group : 1;
+}
+
+void dkv_head_take_rows(struct dkv_head *head, uint32_t c)
+{
+    const struct dkv_plan *plan = head->item->plan;
+    const uint32_t most = chunk_rows(plan), left = plan->window - c * most;
+    head->chunk = c;
+    head->row_first = c * most;
+    head->window = left < most ? left : most;
+    head->rows = plan->group * head->window;
+    head->n_rows = whole_vectors(head->ops, head->rows);
+}
+
 void dkv_head_init(struct dkv_head *head, const struct dkv_cpu_ops *ops,
                    const struct dkv_item *item, uint32_t index)
 {
@@ -21,10 +43,11 @@ void dkv_head_init(struct dkv_head *head, const struct dkv_cpu_ops *ops,
     const struct dkv_plan *plan = item->plan;
     const struct dkv_params *params = item->params;
     *head = (struct dkv_head){.ops = ops, .item = item, .index = index};
+    head->rule = dkv_rule_of(params->policy);
     head->dim = block->head_dim;
-    head->v_dim = plan->v_dim;
-    head->rows = plan->group * plan->window;
-    head->n_rows = (head->rows + ops->lanes - 1) / ops->lanes * ops->lanes;
+    head->v_dim = head->rule->psi != DKV_PSI_ONE ? plan->v_dim : 0;
+    head->n_chunks = (plan->window - 1) / chunk_rows(plan) + 1;
+    dkv_head_take_rows(head, 0);
     head->n = plan->n_valid;
     head->mask = params->nonfinite == DKV_NONFINITE_MASK;
     head->round = DKV_FP32;
@@ -32,6 +55,10 @@ void dkv_head_init(struct dkv_head *head, const struct dkv_cpu_ops *ops,
         (block->query.dtype == DKV_BF16 || block->query.dtype == DKV_FP16))
         head->round = block->query.dtype;
     head->author_form = params->eps > 0 && head->round != DKV_FP32;
+    head->averaged = params->reduce == DKV_REDUCE_EMA_FIRST;
+    head->n_bars = whole_vectors(ops, plan->group);
+    if (block->value_metric != NULL)
+        head->metric_dim = whole_vectors(ops, head->v_dim);
     head->native_bf16 = ops->dot_bf16 != NULL && block->query.dtype == DKV_BF16 &&
                         block->key.dtype == DKV_BF16 && !head->mask;
 
@@ -41,7 +68,8 @@ void dkv_head_init(struct dkv_head *head, const struct dkv_cpu_ops *ops,
                     block->v_table.entries != NULL ? &block->v_table : &block->table,
                     block->page_tokens, plan->v_entry_limit, index);
 
-    uint64_t most = SPLIT_BYTES_MAX / (sizeof(float) * head->v_dim * head->n_rows);
+    const uint32_t panel_dim = head->v_dim > 0 ? head->v_dim : 1;
+    uint64_t most = SPLIT_BYTES_MAX / (sizeof(float) * panel_dim * head->n_rows);
     most = most < 2 ? 2 : most > SPLITS_MAX ? SPLITS_MAX : most;
     uint64_t tokens = (head->n + most - 1) / most;
     tokens = tokens < SPLIT_TOKENS_MIN ? SPLIT_TOKENS_MIN : tokens;
@@ -79,6 +107,20 @@ static void deal_head(struct dkv_head *head, struct dealer *dealer)
     head->best_p = deal(dealer, rows, sizeof(double));
     head->best_exact = deal(dealer, rows, sizeof(double));
     head->best_term = deal(dealer, rows, sizeof(float));
+    head->row_weight = deal(dealer, rows, sizeof(float));
+    if (head->averaged) {
+        head->best_left = deal(dealer, rows, sizeof(double));
+        head->bar_outputs = deal(dealer, (size_t)head->n_bars * v_dim, sizeof(float));
+        head->bar_norm = deal(dealer, head->n_bars, sizeof(float));
+        head->bar_key = deal(dealer, head->n_bars, sizeof(int32_t));
+        head->bar_term = deal(dealer, head->n_bars, sizeof(float));
+    }
+    if (head->metric_dim > 0) {
+        const size_t outputs = head->averaged ? head->n_bars : rows;
+        head->metric = deal(dealer, (size_t)head->item->plan->group * v_dim * head->metric_dim,
+                            sizeof(float));
+        head->metric_output = deal(dealer, outputs * head->metric_dim, sizeof(float));
+    }
     head->splits = deal(dealer, head->n_splits, sizeof(struct dkv_split_state));
     for (uint32_t s = 0; s < head->n_splits; s++) {
         struct dkv_split_state state = {
@@ -123,6 +165,12 @@ static size_t deal_tile(struct dkv_tile *tile, const struct dkv_head *head, void
     tile->back = deal(&dealer, head->n_rows, sizeof(float));
     tile->back_key = deal(&dealer, head->n_rows, sizeof(int32_t));
     tile->row = deal(&dealer, head->v_dim, sizeof(float));
+    tile->wide = deal(&dealer, dim, sizeof(double));
+    if (head->metric_dim > 0)
+        tile->metric_values = deal(&dealer, (size_t)DKV_TILE_KEYS * head->metric_dim,
+                                   sizeof(float));
+    if (head->averaged)
+        tile->bars = deal(&dealer, 2 * (size_t)DKV_TILE_KEYS * head->n_bars, sizeof(float));
     return dealer.used;
 }
 
@@ -137,13 +185,18 @@ void dkv_tile_place(struct dkv_tile *tile, const struct dkv_head *head, void *me
     deal_tile(tile, head, memory);
 }
 
+uint32_t dkv_head_query_head(const struct dkv_head *head, uint32_t row)
+{
+    return head->index * head->item->plan->group + row / head->window;
+}
+
 static const uint8_t *query_row(const struct dkv_head *head, uint32_t row)
 {
     const struct dkv_block *block = head->item->block;
     const struct dkv_plan *plan = head->item->plan;
     const struct dkv_view *view = &block->query;
-    const uint32_t q_head = head->index * plan->group + row / plan->window;
-    const uint64_t q_row = plan->first_row + row % plan->window;
+    const uint32_t q_head = dkv_head_query_head(head, row);
+    const uint64_t q_row = plan->first_row + head->row_first + row % head->window;
     return (const uint8_t *)view->base + view->offset + (int64_t)q_head * view->head_stride +
            (int64_t)q_row * view->token_stride;
 }
@@ -151,7 +204,7 @@ static const uint8_t *query_row(const struct dkv_head *head, uint32_t row)
 static double query_scale(const struct dkv_head *head, uint32_t row)
 {
     const struct dkv_view *view = &head->item->block->query;
-    const uint32_t q_head = head->index * head->item->plan->group + row / head->item->plan->window;
+    const uint32_t q_head = dkv_head_query_head(head, row);
     if (view->dtype != DKV_F8_E4M3 && view->dtype != DKV_F8_E5M2)
         return 1.0;
     if (view->head_scales != NULL)
@@ -226,12 +279,40 @@ bool dkv_head_logit(const struct dkv_head *head, uint32_t row, uint64_t token, d
     return true;
 }
 
+/* Tokens whose terms are sums of |a - v| do not care where the values' origin is; those of a . v
+ * do, and so does an output that leaves tokens out. */
+static bool centre_values(struct dkv_head *head, const struct dkv_tile *tile)
+{
+    double offset;
+    if (head->v_dim > 0 && !head->averaged && head->rule->psi != DKV_PSI_PROJ)
+        return dkv_head_centre(head, &head->values, head->v_dim, tile->rows, head->value_shift,
+                               &offset);
+    memset(head->value_shift, 0, sizeof(float) * head->v_dim);
+    return true;
+}
+
+/* What a row counts in the reduction over rows. */
+static void weigh_rows(struct dkv_head *head)
+{
+    const struct dkv_params *params = head->item->params;
+    const uint32_t all = head->item->plan->window;
+    memset(head->row_weight, 0, sizeof(float) * head->n_rows);
+    for (uint32_t r = 0; r < head->rows; r++) {
+        const uint32_t t = head->row_first + r % head->window;
+        double weight = 1.0;
+        if (params->reduce == DKV_REDUCE_MEAN)
+            weight = 1.0 / all;
+        else if (params->reduce == DKV_REDUCE_EMA || params->reduce == DKV_REDUCE_EMA_FIRST)
+            weight = pow(1.0 - params->ema_alpha, all - 1 - t) * (t > 0 ? params->ema_alpha : 1.0);
+        head->row_weight[r] = (float)weight;
+    }
+}
+
 unsigned dkv_head_begin(struct dkv_head *head, const struct dkv_tile *tile)
 {
     const double cap = head->item->params->logit_softcap;
     double offset;
-    if (!dkv_head_centre(head, &head->values, head->v_dim, tile->rows, head->value_shift,
-                         &offset) ||
+    if (!centre_values(head, tile) ||
         !dkv_head_centre(head, &head->keys, head->dim, tile->rows, head->key_shift, &offset))
         return DKV_FAULT_TABLE;
     /* bf16 products cannot have the centre taken out: not where it would cost digits. */
@@ -240,19 +321,45 @@ unsigned dkv_head_begin(struct dkv_head *head, const struct dkv_tile *tile)
     if (cap > 0 || head->native_bf16)
         memset(head->key_shift, 0, sizeof(float) * head->dim);
 
+    weigh_rows(head);
+    if (head->metric_dim > 0 && !dkv_head_take_metric(head))
+        return DKV_FAULT_EXTRA;
     head->query_factor = (float)logit_factor(head);
     const bool finite = head->native_bf16 ? pack_query_pairs(head) : pack_queries(head);
-    if (head->flags != NULL)
+    if (head->flags != NULL && head->chunk == 0)
         memset(head->flags, 0, head->n);
     return finite ? DKV_FAULT_NONE : DKV_FAULT_NONFINITE;
 }
 
+/* How often a rule's term counts the unit of values. */
+static int value_degree(const struct dkv_rule *rule)
+{
+    switch (rule->psi) {
+    case DKV_PSI_ONE: return 0;
+    case DKV_PSI_DIST: return 1;
+    case DKV_PSI_DIST2:
+    case DKV_PSI_PROJ: break;
+    }
+    return 2;
+}
+
 double dkv_head_score_factor(const struct dkv_head *head)
 {
-    const double unit = (double)head->values.scale /
-                        ((double)head->gain * (double)head->value_factor);
-    const double factor = unit * unit;
-    return head->item->params->gqa == DKV_GQA_MEAN ? factor / head->item->plan->group : factor;
+    const enum dkv_gqa gqa = head->item->params->gqa;
+    const double unit = (double)head->values.scale / (double)head->value_factor;
+    double factor = head->rule->phi == DKV_PHI_ODDS2 ? (double)head->gain * (double)head->gain
+                                                     : (double)head->gain;
+    factor = 1.0 / factor;
+    for (int i = 0; i < value_degree(head->rule); i++)
+        factor *= unit;
+    return gqa == DKV_GQA_MEAN || gqa == DKV_GQA_LAYER ? factor / head->item->plan->group : factor;
+}
+
+void dkv_head_scores(const struct dkv_head *head, double *scores_out)
+{
+    const double factor = dkv_head_score_factor(head);
+    for (uint64_t j = 0; j < head->n; j++)
+        scores_out[j] = (double)head->raw[j] * factor;
 }
 
 void dkv_head_finish(const struct dkv_head *head)

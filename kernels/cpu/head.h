@@ -1,4 +1,4 @@
-/* Scoring one KV head of one block: the unit of work of the CPU engine.
+/* Scoring one KV head of one block by a rule of source ROWS: the unit of work of the CPU engine.
  *
  * The keys are cut into splits, fixed ranges that depend on the block's shape alone, so that any
  * number of threads computes the same bits. A head goes through these steps; the per-split ones may
@@ -12,6 +12,9 @@
  *   pass_b     per split: raw scores, times a positive factor that finish() knows
  *   finish     descales scores into scores_out
  *
+ * Where a policy takes more rows than fit a panel, all steps up to pass_b run once per chunk of
+ * rows (take_rows before begin), and pass_b adds to what the chunks before have left.
+ *
  * Owner   the memory between begin and the last step is the caller's, dkv_head_bytes() of it, and
  *         what dkv_tile_bytes() says per thread. Borrows the item.
  * Errors  steps return a set of enum dkv_fault; dkv_head_explain() finds the place afterwards.
@@ -22,6 +25,7 @@
 #include "kernels/cpu/ops.h"
 #include "kernels/cpu/reader.h"
 #include "kernels/engine.h"
+#include "kernels/rule.h"
 
 #define DKV_LOG2E 1.4426950408889634 /* logits are in units of log2 */
 
@@ -31,6 +35,7 @@ enum dkv_fault {
     DKV_FAULT_NONFINITE = 1 << 1, /* NaN or infinity in the tensors */
     DKV_FAULT_RANGE = 1 << 2,     /* a value too large to square */
     DKV_FAULT_LOGITS = 1 << 3,    /* finite queries and keys whose product is not */
+    DKV_FAULT_EXTRA = 1 << 4,     /* external_scores that are not finite */
 };
 
 /* Per-row softmax state of a split, all [n_rows] but the panel. Sums are relative to 2^ref and
@@ -52,14 +57,21 @@ struct dkv_tile {
     float *logits, *terms; /* [DKV_TILE_KEYS][n_rows] */
     float *keep, *sum, *back;
     int32_t *back_key;
-    float *row; /* one value row */
+    float *row;           /* one value row */
+    float *bars;          /* averaged: two tiles [DKV_TILE_KEYS][n_bars] */
+    double *wide;         /* a key or value row in double */
+    float *metric_values; /* [DKV_TILE_KEYS] rows of M v */
 };
 
 struct dkv_head {
     const struct dkv_cpu_ops *ops;
     const struct dkv_item *item;
-    uint32_t index; /* KV head */
-    uint32_t dim, v_dim;
+    const struct dkv_rule *rule;
+    uint32_t index;           /* KV head */
+    uint32_t dim, v_dim;      /* v_dim 0: the rule does not read values */
+    uint32_t n_chunks, chunk; /* of rows; which one this is */
+    uint32_t window;          /* rows per query head in the chunk */
+    uint32_t row_first;       /* t of the first of them */
     uint32_t rows;   /* query rows: group * window, row = query head in group * window + t */
     uint32_t n_rows; /* padded to whole vectors */
     uint64_t n;      /* valid tokens; tokens are counted from valid_from below */
@@ -68,6 +80,7 @@ struct dkv_head {
     bool native_bf16; /* keys are not converted (may be; after begin: are) */
     bool mask;        /* nonfinite=mask */
     bool author_form; /* eps > 0 and rounding: the output comes from pass_a2 */
+    bool averaged;    /* reduce=ema_first: rows become one before the term is taken */
     enum dkv_dtype round;
     struct dkv_reader keys, values;
 
@@ -90,6 +103,21 @@ struct dkv_head {
     float *scaled_shift; /* [v_dim] value_shift * value_factor */
     float gain;          /* power of two on p */
 
+    float *row_weight; /* of a row in the reduction; unused by DropKV's */
+
+    /* averaged: what has one column per query head, padded to whole vectors */
+    uint32_t n_bars;
+    double *best_left;  /* [n_rows] 1 - p of the best key */
+    float *bar_outputs; /* panel of abar * value_factor */
+    float *bar_norm;    /* [n_bars] */
+    int32_t *bar_key;   /* the key that may have more than half of pbar */
+    float *bar_term;    /* its term */
+
+    /* value_metric given: distances are |M (a - v)| */
+    uint32_t metric_dim;  /* v_dim padded to whole vectors; 0: none given */
+    float *metric;        /* [group] panels [v_dim][metric_dim] of M transposed */
+    float *metric_output; /* [n_rows], or averaged [n_bars], rows of M a * value_factor */
+
     float *raw;     /* [n] scores times gain^2 * value_factor^2 / ... (see finish) */
     uint8_t *flags; /* [n] enum dkv_token_flag, or NULL: none can occur */
 };
@@ -107,6 +135,9 @@ size_t dkv_tile_bytes(const struct dkv_head *head);
 void dkv_head_place(struct dkv_head *head, void *memory);
 void dkv_tile_place(struct dkv_tile *tile, const struct dkv_head *head, void *memory);
 
+/* Chooses chunk c, 0..n_chunks-1; init has chosen the first. */
+void dkv_head_take_rows(struct dkv_head *head, uint32_t c);
+
 unsigned dkv_head_begin(struct dkv_head *head, const struct dkv_tile *tile);
 void dkv_head_pass_a(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile);
 unsigned dkv_head_merge(struct dkv_head *head, const struct dkv_tile *tile);
@@ -121,6 +152,8 @@ double dkv_head_score_factor(const struct dkv_head *head);
 void dkv_head_finish(const struct dkv_head *head);
 /* After pass_b: some token was masked (nonfinite=mask). */
 bool dkv_head_has_masked(const struct dkv_head *head);
+/* The scores as they are reported, [n]. */
+void dkv_head_scores(const struct dkv_head *head, double *scores_out);
 
 /* Says what is wrong and where: reads table and tensors again in order, the first offence wins.
  * *nonfinite_out becomes true if it is a NaN or an infinity. */
@@ -137,6 +170,31 @@ bool dkv_head_centre(const struct dkv_head *head, const struct dkv_reader *reade
  * entry.
  */
 bool dkv_head_logit(const struct dkv_head *head, uint32_t row, uint64_t token, double *logit_out);
+
+/* value_metric: takes the group's matrices; false if an element is not finite. Then the length of
+ * M x, x [v_dim], and M times a column of a panel of outputs. */
+bool dkv_head_take_metric(struct dkv_head *head);
+double dkv_head_metric_length(const struct dkv_head *head, uint32_t g, const double *x);
+void dkv_head_metric_outputs(struct dkv_head *head);
+
+/* Squared distances of a tile's values to all outputs, [n][ld]: columns are rows of the chunk or,
+ * if averaged, query heads. */
+void dkv_head_metric_distances(const struct dkv_head *head, const struct dkv_tile *tile, size_t n,
+                               float *out, size_t ld);
+
+/* averaged: the last part of merge. */
+unsigned dkv_head_average(struct dkv_head *head, const struct dkv_tile *tile);
+
+/* pass_b of the rules that are not DropKV's. */
+void dkv_head_pass_rule(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile);
+
+/* Scores of a rule whose source is not ROWS, as they are reported: scores_out [n]. Sets bits of
+ * flags [n]. The head needs no memory but the tile. Returns faults. */
+unsigned dkv_head_score_unseen(const struct dkv_head *head, const struct dkv_tile *tile,
+                               double *scores_out, uint8_t *flags);
+
+/* The block's query head that a row of the chunk belongs to. */
+uint32_t dkv_head_query_head(const struct dkv_head *head, uint32_t row);
 
 /* Shared by the files of this object: loads the values of `n` tokens from `first`. top_out as for
  * dkv_load_fn. */

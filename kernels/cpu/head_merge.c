@@ -12,7 +12,7 @@
  * and the best key's term p*^2 |b - v*|^2 is exact where p*^2 / (1-p*)^2 |a - v*|^2 would be 0/0.
  * Any other key has p <= 1/2, where the latter form is safe.
  */
-#include "kernels/cpu/head.h"
+#include "kernels/cpu/head_pass.h"
 
 #include "kernels/convert.h"
 #include "kernels/select.h"
@@ -58,7 +58,7 @@ static unsigned merge_splits(const struct dkv_head *head, struct dkv_split_state
             x[r] = x[r] * keep_a[r] + y[r] * keep_b[r];
     }
     for (uint32_t r = 0; r < head->rows; r++) {
-        if (tile->back[r] == 0.0f)
+        if (tile->back[r] == 0.0f || dkv_left_out(head, (uint64_t)tile->back_key[r]))
             continue;
         const unsigned faults = dkv_head_load_values(head, tile->row, (uint64_t)tile->back_key[r],
                                                      1, 1.0f, head->value_shift, NULL);
@@ -83,7 +83,7 @@ struct row_softmax {
 /* The sink's logit in the frame of the tile's logits, which centred keys have moved. */
 static double sink_logit(const struct dkv_head *head, uint32_t r)
 {
-    const uint32_t q_head = head->index * head->item->plan->group + r / head->item->plan->window;
+    const uint32_t q_head = dkv_head_query_head(head, r);
     double moved = 0.0;
     if (!head->native_bf16) {
         for (uint32_t d = 0; d < head->dim; d++)
@@ -117,6 +117,8 @@ static void silence_row(struct dkv_head *head, uint32_t r)
     head->ref[r] = 0.0f;
     head->inv[r] = 0.0f;
     head->best_p[r] = 0.0;
+    if (head->averaged)
+        head->best_left[r] = 1.0;
     head->best_exact[r] = 0.0;
     head->best_term[r] = 0.0f;
     head->out_norm[r] = 0.0f;
@@ -132,33 +134,60 @@ static void store_output(struct dkv_head *head, uint32_t r, uint32_t d, double a
     head->out_norm[r] += x * x;
 }
 
-/* One row with at least two visible keys. Returns its best key's term, with values scaled. */
-static double finish_row(struct dkv_head *head, const struct dkv_split_state *state, uint32_t r,
-                         double best, const float *best_value)
+/* The best key's term of the score, values scaled, from its p, which is exact, its distance |b -
+ * v*| to the output without it, squared, and a . v*. */
+static double best_term(const struct dkv_head *head, const struct row_softmax *s, double distance,
+                        double projection)
 {
     const double eps = head->item->params->eps;
+    const double p = (double)dkv_round_to_dtype((float)s->best_p, head->round);
+    const double rounded = head->round == DKV_FP32 ? s->best_p : p;
+    switch (head->rule->psi) {
+    case DKV_PSI_ONE: return rounded;
+    case DKV_PSI_PROJ: return rounded * projection;
+    case DKV_PSI_DIST: return rounded * sqrt(distance);
+    case DKV_PSI_DIST2: break;
+    }
+    if (eps == 0)
+        return rounded * rounded * distance;
+    const double odds = s->best_p / (s->best_left + eps) * s->best_left; /* times |b - v*| */
+    return odds * odds * distance;
+}
+
+/* One row. Returns its best key's term, with values scaled. */
+static double finish_row(struct dkv_head *head, const struct dkv_split_state *state, uint32_t r,
+                         double best, const struct dkv_tile *tile)
+{
     const struct row_softmax s = finish_softmax(head, state, r, best);
     const double rescale = exp2((double)state->ref[r] - s.ref);
-    double distance = 0.0;
+    double distance = 0.0, projection = 0.0;
     head->out_norm[r] = 0.0f;
     for (uint32_t d = 0; d < head->v_dim; d++) {
         const double sink_part = s.sink * (double)head->value_shift[d]; /* 0 - centre */
-        const double b = ((double)state->panel[d * head->n_rows + r] * rescale + sink_part) /
-                         s.others;
-        const double v = (double)best_value[d];
-        store_output(head, r, d, s.best_left * b + s.best_p * v);
+        const double others = (double)state->panel[d * head->n_rows + r] * rescale + sink_part;
+        const double b = s.others > 0 ? others / s.others : 0.0;
+        const double v = (double)tile->row[d];
+        const double a = s.best_left * b + s.best_p * v;
+        store_output(head, r, d, a);
         const double x = (b - v) * (double)head->value_factor;
         distance += x * x;
+        tile->wide[d] = x;
+        projection += a * v * (double)head->value_factor * (double)head->value_factor;
     }
     head->ref[r] = state->ref[r];
     head->inv[r] = (float)(s.best_left / (s.others * exp2(s.ref - (double)state->ref[r])));
+    if (state->sum[r] == 0.0) { /* it sees one key; there is nothing else to weigh */
+        head->ref[r] = 0.0f;
+        head->inv[r] = 0.0f;
+    }
+    if (head->metric_dim > 0) {
+        distance = dkv_head_metric_length(head, r / head->window, tile->wide);
+        distance *= distance;
+    }
     head->best_p[r] = s.best_p;
-
-    const double p = (double)dkv_round_to_dtype((float)s.best_p, head->round);
-    if (eps == 0)
-        return (head->round == DKV_FP32 ? s.best_p * s.best_p : p * p) * distance;
-    const double odds = s.best_p / (s.best_left + eps) * s.best_left; /* times |b - v*| */
-    return odds * odds * distance;
+    if (head->averaged)
+        head->best_left[r] = s.best_left;
+    return best_term(head, &s, distance, projection);
 }
 
 /* The largest power of two for p that keeps the sum of a key's terms inside float32: values are
@@ -166,6 +195,12 @@ static double finish_row(struct dkv_head *head, const struct dkv_split_state *st
  * the best keys, whose terms are known. */
 static void choose_gain(struct dkv_head *head)
 {
+    if (head->rule->phi != DKV_PHI_ODDS2) { /* not squared, so not in need of one */
+        head->gain = 1.0f;
+        for (uint32_t r = 0; r < head->rows; r++)
+            head->best_term[r] = (float)head->best_exact[r];
+        return;
+    }
     double bound = 16.0 * head->v_dim * head->n_rows;
     for (uint32_t r = 0; r < head->rows; r++)
         bound += head->best_exact[r];
@@ -199,10 +234,13 @@ static unsigned finish_rows(struct dkv_head *head, const struct dkv_split_state 
             /* without flags every row sees two keys, unless their products were minus infinity */
             if (r < head->rows && head->flags == NULL)
                 return DKV_FAULT_LOGITS;
-            silence_row(head, r);
             if (key >= 0)
                 head->flags[key] |= DKV_TOKEN_PROTECTED;
-            continue;
+            /* the odds of the only key have no limit */
+            if (key < 0 || (head->rule->phi != DKV_PHI_P && !head->averaged)) {
+                silence_row(head, r);
+                continue;
+            }
         }
         const unsigned faults = dkv_head_load_values(head, tile->row, (uint64_t)key, 1, 1.0f,
                                                      head->value_shift, NULL);
@@ -212,7 +250,7 @@ static unsigned finish_rows(struct dkv_head *head, const struct dkv_split_state 
         double best;
         if (!dkv_head_logit(head, r, (uint64_t)key, &best))
             return DKV_FAULT_TABLE;
-        head->best_exact[r] = finish_row(head, state, r, best, tile->row);
+        head->best_exact[r] = finish_row(head, state, r, best, tile);
     }
     choose_gain(head);
     return DKV_FAULT_NONE;
@@ -236,7 +274,12 @@ unsigned dkv_head_merge(struct dkv_head *head, const struct dkv_tile *tile)
     if (faults != DKV_FAULT_NONE)
         return faults;
     choose_value_factor(head, head->splits[0].value_top);
-    return finish_rows(head, &head->splits[0], tile);
+    faults = finish_rows(head, &head->splits[0], tile);
+    if (faults == DKV_FAULT_NONE && head->averaged)
+        faults = dkv_head_average(head, tile);
+    if (faults == DKV_FAULT_NONE && head->metric_dim > 0)
+        dkv_head_metric_outputs(head);
+    return faults;
 }
 
 /* The published form with rounding: p is rounded and a is made of the rounded p. a itself is not

@@ -4,7 +4,7 @@
  * same bits. A row's best key never takes part in the vector arithmetic of a tile: pass A keeps it
  * apart, the others hide it and put the exact number, computed once per row by merge, in its place.
  */
-#include "kernels/cpu/head.h"
+#include "kernels/cpu/head_pass.h"
 
 #include "kernels/convert.h"
 #include "kernels/select.h"
@@ -13,17 +13,9 @@
 #include <math.h>
 #include <string.h>
 
-#define VALUE_MAX 1e18f
-/* Keys converted at a time, and keys of a tile of pass B: few enough that their floats are still in
- * the first cache level when they are used. Pass A's tile is larger because it touches the whole
- * output panel once per tile. */
-#define CONVERT_KEYS 24u
-#define SCORE_KEYS   24u
-
-static size_t tile_keys(uint64_t first, uint64_t end, size_t most)
-{
-    return end - first < most ? (size_t)(end - first) : most;
-}
+#define VALUE_MAX    1e18f
+#define SCORE_KEYS   DKV_SCORE_KEYS
+#define CONVERT_KEYS DKV_CONVERT_KEYS
 
 static unsigned judge(float key_top, float value_top, const struct dkv_head *head)
 {
@@ -39,6 +31,8 @@ unsigned dkv_head_load_values(const struct dkv_head *head, float *rows, uint64_t
                               float factor, const float *shift, float *top_out)
 {
     const void *src[DKV_TILE_KEYS];
+    if (head->v_dim == 0)
+        return DKV_FAULT_NONE;
     if (!dkv_reader_rows(&head->values, head->item->block->valid_from + first, n, src))
         return DKV_FAULT_TABLE;
     head->ops->load(rows, head->v_dim, src, n, head->v_dim, head->values.dtype, factor, shift,
@@ -67,9 +61,9 @@ static void find_masked(struct dkv_head *head, uint64_t first, size_t n)
 {
     const uint64_t stored = head->item->block->valid_from + first;
     for (size_t k = 0; k < n; k++) {
-        const void *key, *value;
+        const void *key, *value = NULL;
         if (!dkv_reader_rows(&head->keys, stored + k, 1, &key) ||
-            !dkv_reader_rows(&head->values, stored + k, 1, &value))
+            (head->v_dim > 0 && !dkv_reader_rows(&head->values, stored + k, 1, &value)))
             return; /* already reported by whoever loaded the tile */
         if (!row_is_finite(&head->keys, key, head->dim) ||
             !row_is_finite(&head->values, value, head->v_dim))
@@ -102,7 +96,7 @@ static float top_of_unmasked(const struct dkv_head *head, uint64_t first, size_t
 {
     const size_t size = dkv_dtype_bytes(head->values.dtype);
     float top = 0.0f;
-    for (size_t k = 0; k < n; k++) {
+    for (size_t k = 0; k < n && head->v_dim > 0; k++) {
         const void *row;
         if ((head->flags[first + k] & DKV_TOKEN_LOWEST) ||
             !dkv_reader_rows(&head->values, head->item->block->valid_from + first + k, 1, &row))
@@ -116,11 +110,11 @@ static float top_of_unmasked(const struct dkv_head *head, uint64_t first, size_t
     return top;
 }
 
-/* The last tokens are not visible to all rows: row t sees tokens up to n - window + t. */
+/* The last tokens are not visible to all rows: row t of the block sees tokens up to n - w + t. */
 static void hide_future(const struct dkv_head *head, float *logits, uint64_t first, size_t n)
 {
-    const uint32_t window = head->item->plan->window;
-    const uint64_t all_see = head->n - window + 1;
+    const uint32_t window = head->window;
+    const uint64_t all_see = dkv_all_see(head);
     for (uint64_t j = first > all_see ? first : all_see; j < first + n; j++) {
         float *row = logits + (j - first) * head->n_rows;
         for (uint32_t r = 0; r < head->rows; r++) {
@@ -136,16 +130,15 @@ static struct dkv_ahead look_ahead(const struct dkv_head *head, const struct dkv
                                    uint32_t dim, uint64_t first, size_t most, const void **rows)
 {
     struct dkv_ahead ahead = {.rows = rows, .row_bytes = dim * dkv_dtype_bytes(reader->dtype)};
-    if (first < head->n) {
-        const size_t n = tile_keys(first, head->n, most);
+    if (first < head->n && dim > 0) {
+        const size_t n = dkv_tile_keys(first, head->n, most);
         if (dkv_reader_rows(reader, head->item->block->valid_from + first, n, rows))
             ahead.n_rows = n;
     }
     return ahead;
 }
 
-/* What the last product of a tile fetches: the keys that the next tile begins with. */
-static struct dkv_ahead next_keys(const struct dkv_head *head, uint64_t first, const void **rows)
+struct dkv_ahead dkv_next_keys(const struct dkv_head *head, uint64_t first, const void **rows)
 {
     return look_ahead(head, &head->keys, head->dim, first, CONVERT_KEYS, rows);
 }
@@ -175,10 +168,8 @@ static float convert_and_multiply(const struct dkv_head *head, const struct dkv_
     return largest;
 }
 
-/* Loads a tile: logits into tile->logits, values into tile->rows. With top_out the tensors are
- * watched; later passes over the same tokens need not. */
-static unsigned open_tile(struct dkv_head *head, const struct dkv_tile *tile, uint64_t first,
-                          size_t n, float factor, const float *shift, float *top_out)
+unsigned dkv_open_tile(struct dkv_head *head, const struct dkv_tile *tile, uint64_t first, size_t n,
+                       float factor, const float *shift, float *top_out)
 {
     const struct dkv_cpu_ops *ops = head->ops;
     const void *src[DKV_TILE_KEYS], *values[DKV_TILE_KEYS];
@@ -186,7 +177,9 @@ static unsigned open_tile(struct dkv_head *head, const struct dkv_tile *tile, ui
     float *watch = top_out != NULL ? &key_top : NULL;
     if (!dkv_reader_rows(&head->keys, head->item->block->valid_from + first, n, src))
         return DKV_FAULT_TABLE;
-    const struct dkv_ahead ahead = look_ahead(head, &head->values, head->v_dim, first, n, values);
+    const struct dkv_ahead ahead =
+        head->v_dim > 0 ? look_ahead(head, &head->values, head->v_dim, first, n, values)
+                        : look_ahead(head, &head->keys, head->dim, first + n, n, values);
     if (head->native_bf16)
         ops->dot_bf16(tile->logits, head->query_pairs, head->n_rows, src, n, head->dim,
                       head->query_factor, watch, &ahead);
@@ -209,7 +202,7 @@ static unsigned open_tile(struct dkv_head *head, const struct dkv_tile *tile, ui
         ops->softcap(tile->logits, n * head->n_rows, (float)(cap * DKV_LOG2E));
     if (head->mask)
         hide_masked(head, tile, first, n);
-    if (first + n > head->n - head->item->plan->window + 1)
+    if (first + n > dkv_all_see(head))
         hide_future(head, tile->logits, first, n);
     return DKV_FAULT_NONE;
 }
@@ -230,19 +223,30 @@ static unsigned give_back(struct dkv_head *head, struct dkv_split_state *state,
         if (faults != DKV_FAULT_NONE)
             return faults;
         state->sum[r] += (double)weight;
+        if (dkv_left_out(head, (uint64_t)tile->back_key[r]))
+            continue;
         for (uint32_t d = 0; d < head->v_dim; d++)
             state->panel[d * n_rows + r] += weight * tile->row[d];
     }
     return DKV_FAULT_NONE;
 }
 
-static void split_range(const struct dkv_head *head, uint32_t split, uint64_t *first_out,
-                        uint64_t *end_out)
+void dkv_split_range(const struct dkv_head *head, uint32_t split, uint64_t *first_out,
+                     uint64_t *end_out)
 {
     *first_out = split * head->split_tokens;
     *end_out = *first_out + head->split_tokens;
     if (*end_out > head->n)
         *end_out = head->n;
+}
+
+/* averaged: the window's keys count in the softmax, their values not in the output. */
+static void leave_out_window(const struct dkv_head *head, const struct dkv_tile *tile,
+                             uint64_t first, size_t n)
+{
+    for (size_t k = 0; k < n; k++)
+        if (dkv_left_out(head, first + k))
+            memset(tile->logits + k * head->n_rows, 0, sizeof(float) * head->n_rows);
 }
 
 void dkv_head_pass_a(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile)
@@ -270,18 +274,20 @@ void dkv_head_pass_a(struct dkv_head *head, uint32_t split, const struct dkv_til
     };
     const void *next[CONVERT_KEYS];
     uint64_t first, end;
-    split_range(head, split, &first, &end);
+    dkv_split_range(head, split, &first, &end);
     for (; first < end; first += DKV_TILE_KEYS) {
-        const size_t n = tile_keys(first, end, DKV_TILE_KEYS);
+        const size_t n = dkv_tile_keys(first, end, DKV_TILE_KEYS);
         float top;
-        state->faults = open_tile(head, tile, first, n, 1.0f, head->value_shift, &top);
+        state->faults = dkv_open_tile(head, tile, first, n, 1.0f, head->value_shift, &top);
         if (state->faults != DKV_FAULT_NONE)
             return;
         state->value_top = top > state->value_top ? top : state->value_top;
         ops->softmax(&rows, tile->logits, head->n_rows, n, (int32_t)first);
         for (uint32_t r = 0; r < head->n_rows; r++)
             state->sum[r] = state->sum[r] * (double)tile->keep[r] + (double)tile->sum[r];
-        const struct dkv_ahead ahead = next_keys(head, first + n, next);
+        if (head->averaged)
+            leave_out_window(head, tile, first, n);
+        const struct dkv_ahead ahead = dkv_next_keys(head, first + n, next);
         ops->accumulate(state->panel, tile->keep, head->n_rows, tile->logits, tile->rows,
                         head->v_dim, n, head->v_dim, &ahead);
         state->faults = give_back(head, state, tile);
@@ -290,8 +296,7 @@ void dkv_head_pass_a(struct dkv_head *head, uint32_t split, const struct dkv_til
     }
 }
 
-/* Takes each row's best key out of the tile (-inf), if it is in it. */
-static void hide_best(const struct dkv_head *head, float *logits, uint64_t first, size_t n)
+void dkv_hide_best(const struct dkv_head *head, float *logits, uint64_t first, size_t n)
 {
     for (uint32_t r = 0; r < head->rows; r++) {
         const uint64_t at = (uint64_t)(int64_t)head->best_key[r] - first; /* wraps if before */
@@ -311,17 +316,17 @@ void dkv_head_pass_a2(struct dkv_head *head, uint32_t split, const struct dkv_ti
     }
     const void *next[CONVERT_KEYS];
     uint64_t first, end;
-    split_range(head, split, &first, &end);
+    dkv_split_range(head, split, &first, &end);
     for (; first < end; first += DKV_TILE_KEYS) {
-        const size_t n = tile_keys(first, end, DKV_TILE_KEYS);
-        state->faults |= open_tile(head, tile, first, n, 1.0f, head->value_shift, NULL);
+        const size_t n = dkv_tile_keys(first, end, DKV_TILE_KEYS);
+        state->faults |= dkv_open_tile(head, tile, first, n, 1.0f, head->value_shift, NULL);
         if (state->faults != DKV_FAULT_NONE)
             return;
-        hide_best(head, tile->logits, first, n);
+        dkv_hide_best(head, tile->logits, first, n);
         ops->weights(tile->logits, head->n_rows, n, head->ref, head->inv, head->round, tile->sum);
         for (uint32_t r = 0; r < head->n_rows; r++)
             state->sum[r] += (double)tile->sum[r];
-        const struct dkv_ahead ahead = next_keys(head, first + n, next);
+        const struct dkv_ahead ahead = dkv_next_keys(head, first + n, next);
         ops->accumulate(state->panel, tile->keep, head->n_rows, tile->logits, tile->rows,
                         head->v_dim, n, head->v_dim, &ahead);
     }
@@ -330,7 +335,7 @@ void dkv_head_pass_a2(struct dkv_head *head, uint32_t split, const struct dkv_ti
 /* gqa=max: the largest of the query heads' sums. */
 static void reduce_max(const struct dkv_head *head, float *out, const float *terms, size_t n)
 {
-    const uint32_t window = head->item->plan->window;
+    const uint32_t window = head->window;
     for (size_t k = 0; k < n; k++) {
         const float *row = terms + k * head->n_rows;
         float most = 0.0f;
@@ -344,18 +349,15 @@ static void reduce_max(const struct dkv_head *head, float *out, const float *ter
     }
 }
 
-/* Selection takes nothing else. False where a product or a score leaves float32, or somebody wrote
- * to the tensors since pass A. */
-static bool all_within(const float *scores, size_t n, float most)
+bool dkv_all_within(const float *scores, size_t n, float most)
 {
     bool within = true;
     for (size_t k = 0; k < n; k++)
-        within &= scores[k] <= most;
+        within &= fabsf(scores[k]) <= most;
     return within;
 }
 
-/* The largest raw score that is finite still once it is reported. */
-static float largest_raw(const struct dkv_head *head)
+float dkv_largest_raw(const struct dkv_head *head)
 {
     const double factor = dkv_head_score_factor(head);
     return factor > 1.0 ? (float)((double)FLT_MAX / factor) : FLT_MAX;
@@ -363,10 +365,14 @@ static float largest_raw(const struct dkv_head *head)
 
 void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile)
 {
+    if (head->rule->phi != DKV_PHI_ODDS2) {
+        dkv_head_pass_rule(head, split, tile);
+        return;
+    }
     struct dkv_split_state *state = &head->splits[split];
     const struct dkv_cpu_ops *ops = head->ops;
     const struct dkv_params *params = head->item->params;
-    const float raw_max = largest_raw(head);
+    const float raw_max = dkv_largest_raw(head);
     float value_norm[DKV_TILE_KEYS];
     struct dkv_score_args args = {
         .n_rows = head->n_rows,
@@ -386,15 +392,15 @@ void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_til
     };
     const void *next[CONVERT_KEYS];
     uint64_t first, end;
-    split_range(head, split, &first, &end);
+    dkv_split_range(head, split, &first, &end);
     for (; first < end; first += SCORE_KEYS) {
-        const size_t n = tile_keys(first, end, SCORE_KEYS);
-        state->faults |= open_tile(head, tile, first, n, head->value_factor, head->scaled_shift,
-                                   NULL);
+        const size_t n = dkv_tile_keys(first, end, SCORE_KEYS);
+        state->faults |= dkv_open_tile(head, tile, first, n, head->value_factor, head->scaled_shift,
+                                       NULL);
         if (state->faults != DKV_FAULT_NONE)
             return;
-        hide_best(head, tile->logits, first, n);
-        const struct dkv_ahead ahead = next_keys(head, first + n, next);
+        dkv_hide_best(head, tile->logits, first, n);
+        const struct dkv_ahead ahead = dkv_next_keys(head, first + n, next);
         ops->dot(tile->terms, head->outputs, head->n_rows, tile->rows, head->v_dim, n, head->v_dim,
                  1.0f, &ahead);
         ops->norms(value_norm, tile->rows, head->v_dim, n, head->v_dim);
@@ -409,7 +415,7 @@ void dkv_head_pass_b(struct dkv_head *head, uint32_t split, const struct dkv_til
             reduce_max(head, head->raw + first, tile->terms, n);
         else
             ops->reduce(head->raw + first, tile->terms, head->n_rows, n);
-        if (!all_within(head->raw + first, n, raw_max))
+        if (!dkv_all_within(head->raw + first, n, raw_max))
             state->faults |= DKV_FAULT_RANGE;
     }
 }

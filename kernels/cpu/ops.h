@@ -108,11 +108,39 @@ struct dkv_score_args {
 };
 typedef void (*dkv_score_fn)(const struct dkv_score_args *args);
 
+/* The same un-squared, in the exact form without rounding: gain * p / (1 - p) * |a - v|.
+ * `score_dist` takes logits as above, `score_given` the probabilities themselves (ref and inv are
+ * not read). */
+typedef void (*dkv_score_dist_fn)(const struct dkv_score_args *args);
+
+/* tile *= other, element by element. */
+typedef void (*dkv_multiply_fn)(float *tile, const float *other, size_t n_rows, size_t n_keys);
+
 /* out[key] = sum over d of rows[key][d]^2 */
 typedef void (*dkv_norms_fn)(float *out, const float *rows, size_t ld, size_t n_keys, size_t dim);
 
 /* out[key] = sum of tile[key][..] */
 typedef void (*dkv_reduce_fn)(float *out, const float *tile, size_t n_rows, size_t n_keys);
+
+/* out[key] = sum over rows of weight[row] * tile[key][row] */
+typedef void (*dkv_reduce_weighted_fn)(float *out, const float *tile, const float *weight,
+                                       size_t n_rows, size_t n_keys);
+
+/* out[key] = the largest of tile[key][..], and at least 0 */
+typedef void (*dkv_reduce_largest_fn)(float *out, const float *tile, size_t n_rows, size_t n_keys);
+
+/* out[key * ld + g] = mean + gamma * unbiased variance of tile[key][g * window ..], the variance
+ * from the differences to the mean; 0 of a single row. */
+typedef void (*dkv_spread_fn)(float *out, size_t ld, const float *tile, size_t n_rows, size_t group,
+                              size_t window, float gamma, size_t n_keys);
+
+/* out[key * ld + g] = sum over t of weight[g * window + t] * tile[key][g * window + t] */
+typedef void (*dkv_fold_fn)(float *out, size_t ld, const float *tile, const float *weight,
+                            size_t n_rows, size_t group, size_t window, size_t n_keys);
+
+/* out[key * ld + i] = |a_i - u_key|^2; both are rows of `dim` floats, a multiple of the lanes. */
+typedef void (*dkv_apart_fn)(float *out, size_t ld, const float *a, size_t n_a, const float *u,
+                             size_t n_keys, size_t dim);
 
 /* A variant: one instruction set's form of every operation. */
 struct dkv_cpu_ops {
@@ -129,6 +157,13 @@ struct dkv_cpu_ops {
     dkv_score_fn score;
     dkv_norms_fn norms;
     dkv_reduce_fn reduce;
+    dkv_score_dist_fn score_dist, score_given;
+    dkv_multiply_fn multiply;
+    dkv_reduce_weighted_fn reduce_weighted;
+    dkv_reduce_largest_fn reduce_largest;
+    dkv_spread_fn spread;
+    dkv_fold_fn fold;
+    dkv_apart_fn apart;
 };
 
 /* Fastest first, ends with NULL; the last works everywhere. */

@@ -9,6 +9,8 @@
 #include "kernels/cpu/load_tmpl.c"
 #include "kernels/cpu/softmax_tmpl.c"
 
+#include "kernels/cpu/rule_tmpl.c"
+
 extern const struct dkv_cpu_ops dkv_cpu_ops_avx2;
 
 const struct dkv_cpu_ops dkv_cpu_ops_avx2 = {
@@ -24,4 +26,12 @@ const struct dkv_cpu_ops dkv_cpu_ops_avx2 = {
     .score = score,
     .norms = norms,
     .reduce = reduce,
+    .score_dist = score_dist,
+    .score_given = score_given,
+    .multiply = multiply,
+    .reduce_weighted = reduce_weighted,
+    .reduce_largest = reduce_largest,
+    .spread = spread,
+    .fold = fold,
+    .apart = apart,
 };

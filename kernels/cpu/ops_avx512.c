@@ -11,6 +11,8 @@
 #include "kernels/cpu/load_tmpl.c"
 #include "kernels/cpu/softmax_tmpl.c"
 
+#include "kernels/cpu/rule_tmpl.c"
+
 extern const struct dkv_cpu_ops dkv_cpu_ops_avx512;
 
 const struct dkv_cpu_ops dkv_cpu_ops_avx512 = {
@@ -26,4 +28,12 @@ const struct dkv_cpu_ops dkv_cpu_ops_avx512 = {
     .score = score,
     .norms = norms,
     .reduce = reduce,
+    .score_dist = score_dist,
+    .score_given = score_given,
+    .multiply = multiply,
+    .reduce_weighted = reduce_weighted,
+    .reduce_largest = reduce_largest,
+    .spread = spread,
+    .fold = fold,
+    .apart = apart,
 };

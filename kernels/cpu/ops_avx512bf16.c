@@ -12,6 +12,8 @@
 #include "kernels/cpu/load_tmpl.c"
 #include "kernels/cpu/softmax_tmpl.c"
 
+#include "kernels/cpu/rule_tmpl.c"
+
 #include "kernels/cpu/dot_bf16_avx512.c"
 
 extern const struct dkv_cpu_ops dkv_cpu_ops_avx512bf16;
@@ -30,4 +32,12 @@ const struct dkv_cpu_ops dkv_cpu_ops_avx512bf16 = {
     .score = score,
     .norms = norms,
     .reduce = reduce,
+    .score_dist = score_dist,
+    .score_given = score_given,
+    .multiply = multiply,
+    .reduce_weighted = reduce_weighted,
+    .reduce_largest = reduce_largest,
+    .spread = spread,
+    .fold = fold,
+    .apart = apart,
 };

@@ -50,6 +50,10 @@ static inline vf v_reciprocal(vf a)
 {
     return _mm256_div_ps(_mm256_set1_ps(1.0f), a);
 }
+static inline vf v_sqrt(vf a)
+{
+    return _mm256_sqrt_ps(a);
+}
 static inline vf v_fma(vf a, vf b, vf c)
 {
     return _mm256_fmadd_ps(a, b, c);

@@ -52,6 +52,10 @@ static inline vf v_reciprocal(vf a)
     const vf r = _mm512_rcp14_ps(a);
     return _mm512_fmadd_ps(r, _mm512_fnmadd_ps(a, r, _mm512_set1_ps(1.0f)), r);
 }
+static inline vf v_sqrt(vf a)
+{
+    return _mm512_sqrt_ps(a);
+}
 static inline vf v_fma(vf a, vf b, vf c)
 {
     return _mm512_fmadd_ps(a, b, c);

@@ -58,6 +58,11 @@ static inline vf v_reciprocal(vf a)
 {
     return v_set1(1.0f) / a;
 }
+static inline vf v_sqrt(vf a)
+{
+    return (vf){__builtin_sqrtf(a[0]), __builtin_sqrtf(a[1]), __builtin_sqrtf(a[2]),
+                __builtin_sqrtf(a[3])};
+}
 static inline vf v_fma(vf a, vf b, vf c)
 {
     return a * b + c;

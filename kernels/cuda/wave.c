@@ -337,12 +337,30 @@ static bool answer_at_once(const struct dkv_item *item)
     return true;
 }
 
+/* Policies and selections that only the CPU engine has are refused by name. */
+static bool refuse(struct dkv_item *item)
+{
+    const struct dkv_params *params = item->params;
+    if (params->policy == DKV_POLICY_DROPKV && !item->plan->general)
+        return false;
+    item->status = dkv_error_set(
+        &item->error, DKV_E_UNSUPPORTED,
+        params->policy == DKV_POLICY_DROPKV
+            ? "cuda engine: policy %s with this gqa, budget or input is answered by "
+              "the cpu engine alone"
+            : "cuda engine: policy %s is answered by the cpu engine alone",
+        dkv_policy_name(params->policy));
+    return true;
+}
+
 enum dkv_status dkv_cu_run_items(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
                                  const unsigned char *only, struct dkv_error *err)
 {
     begin_wave(engine, slot);
     for (size_t i = 0; i < slot->n_items; i++) {
         if ((only != NULL && !only[i]) || (only == NULL && answer_at_once(&slot->items[i])))
+            continue;
+        if (refuse(&slot->items[i]))
             continue;
         const enum dkv_status status = run_item(engine, slot, (uint32_t)i, err);
         if (status != DKV_OK)

@@ -386,6 +386,11 @@ static void every_parameter_travels_with_its_value(void **state)
         {"on_overload", "recency"},
         {"compression_ratio", "0.5"},
         {"keep_tokens", "7"},
+        {"reduce", "mean"},
+        {"ema_alpha", "0.25"},
+        {"gamma", "150.5"},
+        {"anchor", "plain"},
+        {"seed", "99"},
     };
     assert_int_equal(sizeof(texts) / sizeof(texts[0]), DKV_PARAM_COUNT);
     struct dkv_params sent, received;
@@ -439,6 +444,11 @@ static void parameter_numbers_never_change(void **state)
         "priority",
         "timeout",
         "on_overload",
+        "reduce",
+        "ema_alpha",
+        "gamma",
+        "anchor",
+        "seed",
     };
     for (unsigned i = 0; i < sizeof(names) / sizeof(names[0]); i++)
         assert_string_equal(dkv_param_info((enum dkv_param_id)i)->name, names[i]);

@@ -1,0 +1,124 @@
+/* From scored heads to an answer: carry, layer mean, selection, reported scores. */
+#include "kernels/cpu/general.h"
+
+#include <float.h>
+#include <math.h>
+#include <string.h>
+
+size_t dkv_general_bytes(const struct dkv_item *item)
+{
+    return dkv_choice_bytes(item->block->kv_heads, item->plan->n_valid);
+}
+
+void dkv_general_place(struct dkv_choice_work *work, const struct dkv_item *item, void *memory)
+{
+    dkv_choice_place(work, item->block->kv_heads, item->plan->n_valid, memory);
+}
+
+void dkv_general_take(const struct dkv_choice_work *work, const struct dkv_head *head)
+{
+    dkv_head_scores(head, work->raw + head->index * head->n);
+    if (head->flags != NULL)
+        memcpy(work->flags + head->index * head->n, head->flags, head->n);
+    else
+        memset(work->flags + head->index * head->n, 0, head->n);
+}
+
+unsigned dkv_general_score(const struct dkv_choice_work *work, const struct dkv_head *head,
+                           const struct dkv_tile *tile)
+{
+    memset(head->flags, 0, head->n);
+    return dkv_head_score_unseen(head, tile, work->raw + head->index * head->n, head->flags);
+}
+
+/* The first element of [kv_heads][n_tokens] that is not a finite number of 0 or more. */
+static enum dkv_status check_extra(const struct dkv_item *item, const char *name,
+                                   const float *extra, struct dkv_error *err)
+{
+    const struct dkv_block *block = item->block;
+    for (uint32_t h = 0; extra != NULL && h < block->kv_heads; h++)
+        for (uint64_t t = block->valid_from; t < block->n_tokens; t++) {
+            const float x = extra[h * block->n_tokens + t];
+            if (!(x >= 0 && x <= FLT_MAX))
+                return dkv_error_set(err, DKV_E_INVALID,
+                                     "%s: %g at KV head %u, token %llu is not in 0..%g", name,
+                                     (double)x, h, (unsigned long long)t, (double)FLT_MAX);
+        }
+    return DKV_OK;
+}
+
+/* Earlier calls' scores: sums go on, maxima too. */
+static void add_carry(const struct dkv_choice_work *work, const struct dkv_item *item)
+{
+    const struct dkv_block *block = item->block;
+    const uint64_t n = item->plan->n_valid;
+    const bool largest = item->params->reduce == DKV_REDUCE_MAX;
+    for (uint32_t h = 0; block->carry_in != NULL && h < block->kv_heads; h++)
+        for (uint64_t j = 0; j < n; j++) {
+            double *raw = &work->raw[h * n + j];
+            const double carry =
+                (double)block->carry_in[h * block->n_tokens + block->valid_from + j];
+            if (!largest)
+                *raw += carry;
+            else if (carry > *raw)
+                *raw = carry;
+        }
+}
+
+/* gqa=layer: the mean over heads in the place of each, and a token is lowest if it is in any. */
+static void average_heads(const struct dkv_choice_work *work, const struct dkv_item *item)
+{
+    const uint64_t n = item->plan->n_valid;
+    const uint32_t heads = item->block->kv_heads;
+    for (uint64_t j = 0; j < n; j++) {
+        double sum = 0.0;
+        uint8_t flags = 0;
+        for (uint32_t h = 0; h < heads; h++) {
+            sum += work->raw[h * n + j];
+            flags |= work->flags[h * n + j];
+        }
+        for (uint32_t h = 0; h < heads; h++) {
+            work->raw[h * n + j] = sum / heads;
+            work->flags[h * n + j] = flags;
+        }
+    }
+}
+
+static void report(const struct dkv_choice_work *work, const struct dkv_item *item)
+{
+    const struct dkv_block *block = item->block;
+    const uint64_t n = item->plan->n_valid;
+    for (uint32_t h = 0; item->scores_out != NULL && h < block->kv_heads; h++) {
+        float *scores = item->scores_out + h * block->n_tokens;
+        memset(scores, 0, sizeof(*scores) * block->valid_from);
+        for (uint64_t j = 0; j < n; j++)
+            scores[block->valid_from + j] = (float)work->raw[h * n + j];
+    }
+}
+
+enum dkv_status dkv_general_finish(const struct dkv_choice_work *work, struct dkv_item *item,
+                                   struct dkv_error *err)
+{
+    const struct dkv_block *block = item->block;
+    const struct dkv_params *params = item->params;
+    const struct dkv_choice choice = {
+        .heads = block->kv_heads,
+        .spec = dkv_select_spec_of(block, params, item->plan),
+        .any_sign = dkv_policy_info(params->policy)->any_sign,
+        .one_set = params->gqa == DKV_GQA_LAYER,
+        .two_stages = dkv_rule_of(params->policy)->two_stages,
+        .weight = block->token_weight != NULL ? block->token_weight + block->valid_from : NULL,
+        .weight_stride = block->n_tokens,
+    };
+    enum dkv_status status = check_extra(item, "token_weight", block->token_weight, err);
+    if (status == DKV_OK)
+        status = check_extra(item, "carry_in", block->carry_in, err);
+    if (status != DKV_OK)
+        return status;
+    add_carry(work, item);
+    if (choice.one_set)
+        average_heads(work, item);
+    dkv_choose(&choice, work, item->keep_out);
+    report(work, item);
+    return DKV_OK;
+}
