@@ -7,7 +7,8 @@
 #   OUT/bin/NAME    what to call: dropkvd, dropkv-client (with --tests also the GPU tests)
 #   OUT/programs    the programs themselves and dkv-cuda.so, which is looked for beside them
 #   OUT/lib         shared libraries other than glibc's and the driver's
-#   OUT/data        with --tests: the tests' data and run.sh
+#   OUT/data        with --tests: the tests' data; run.sh beside it
+#   OUT/python      with --tests: those that need Python 3
 set -eu
 [ $# -ge 2 ] || { echo "usage: $0 BUILD_DIR OUT_DIR [--tests]" >&2; exit 64; }
 build=$1 out=$2 tests=${3:-}
@@ -57,7 +58,9 @@ if [ "$tests" = --tests ]; then
     for program in "$build"/tests/gpu/* "$build"/tests/bench/* "$build"/tests/kernels/*; do
         [ -x "$program" ] && [ -f "$program" ] && add_program "$program"
     done
-    mkdir -p "$out/data"
+    mkdir -p "$out/data" "$out/python"
+    cp "$root"/tests/gpu/*.py "$root"/tests/server/daemon.py "$root"/tests/server/socket_daemon.py \
+        "$root"/tests/server/wire.py "$out/python/"
     cp -r "$root/tests/data/." "$out/data/"
     cp "$root/tests/gpu/run.sh" "$out/"
 fi

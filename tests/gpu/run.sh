@@ -37,6 +37,12 @@ for test in golden layouts metamorphic nasty same_bits; do
     run "$dir/bin/test_$test" cuda:0
 done
 run "$dir/bin/check_random" cuda:0 300 1
+# Memory of other processes, lent to a daemon.
+if command -v python3 >/dev/null; then
+    run python3 -B "$dir/python/test_gpu_ipc.py" "$dir/bin/dropkvd"
+else
+    echo "skipped: test_gpu_ipc.py: no python3"
+fi
 # The reference is slow and on the CPU: several processes share the cases, and the GPU.
 jobs=$(nproc)
 [ "$jobs" -gt 12 ] && jobs=12
