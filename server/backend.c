@@ -56,6 +56,7 @@ static void hand_out(struct dkv_job *job)
         job->finished_ns = dkv_clock_ns();
     }
     job->done(job, job->owner); /* the job may be gone now */
+    client->n_jobs--;
     dkv_backend_client_free_if_unused(client);
 }
 
@@ -343,6 +344,7 @@ enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_backe
         backend->queue, &client->share, &job->entry, job->queued_ns / 1000, &refusal_out->retry_us,
         err);
     if (verdict == DKV_ADMISSION_DEGRADED) {
+        client->n_jobs++;
         dkv_backend_hold_loans(job);
         answer_by_recency(backend, job);
         return DKV_OK;
@@ -352,6 +354,7 @@ enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_backe
         refusal_out->http_status = dkv_admission_verdict_info(verdict)->http_status;
         return dkv_admission_verdict_info(verdict)->status;
     }
+    client->n_jobs++;
     dkv_backend_hold_loans(job);
     launch_all(backend);
     pump_soon(backend);

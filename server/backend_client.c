@@ -14,7 +14,7 @@ static void free_client(struct dkv_backend_client *client)
 
 void dkv_backend_client_free_if_unused(struct dkv_backend_client *client)
 {
-    if (client->n_refs == 0 && client->share.n_open == 0)
+    if (client->n_refs == 0 && client->n_jobs == 0)
         free_client(client);
 }
 

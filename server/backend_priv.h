@@ -57,7 +57,8 @@ struct dkv_backend_client {
     struct dkv_backend *backend;
     struct dkv_list node;
     unsigned n_refs;
-    char name[64]; /* "": nobody else may find it */
+    unsigned n_jobs; /* taken and not handed out: the queue counts them only until they end */
+    char name[64];   /* "": nobody else may find it */
 };
 
 /* ---- clients ---- */

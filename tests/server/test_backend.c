@@ -478,6 +478,36 @@ static void clients_that_vanish_leave_nothing_behind(void **state)
     close_world(&world);
 }
 
+/* ... also when many of its requests end at once, in one batch. */
+static void a_client_that_left_lasts_until_its_last_job_is_handed_out(void **state)
+{
+    enum { N = 8 };
+    struct world world;
+    struct dkv_job *jobs[N];
+    bool done[N];
+    (void)state;
+    open_world(&world, NULL);
+    void *copy = dkv_arena_alloc(&world.arena, ALL_BYTES);
+    memcpy(copy, data, ALL_BYTES);
+    const struct dkv_block block = dense_block(copy);
+    for (int i = 0; i < N; i++) {
+        jobs[i] = make_job(&world, &block, NULL);
+        submit(&world, jobs[i], &done[i]);
+    }
+    while (!done[0]) /* the others collected meanwhile, and run now */
+        turn(&world);
+    dkv_backend_client_cancel(world.client);
+    dkv_backend_client_put(world.client);
+    for (int i = 0; i < N; i++) {
+        while (!done[i])
+            turn(&world);
+        dkv_job_free(jobs[i]);
+    }
+    world.client = dkv_backend_client_get(world.backend, NULL);
+    dkv_arena_free(&world.arena, copy, ALL_BYTES, ALL_BYTES);
+    close_world(&world);
+}
+
 static int by_value(const void *a, const void *b)
 {
     const double x = *(const double *)a, y = *(const double *)b;
@@ -586,6 +616,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(what_is_no_memory_or_too_small_is_refused),
         cmocka_unit_test(a_loan_lasts_until_its_last_job_has_ended),
         cmocka_unit_test(clients_that_vanish_leave_nothing_behind),
+        cmocka_unit_test(a_client_that_left_lasts_until_its_last_job_is_handed_out),
         cmocka_unit_test(killed_workers_are_replaced_with_their_loans),
         cmocka_unit_test(two_batches_can_be_in_flight),
     };
