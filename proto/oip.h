@@ -234,6 +234,31 @@ enum dkv_status dkv_oip_model_config(const struct dkv_oip_facts *facts, struct d
 /* GET /v2/models/stats, /v2/models/dropkv/stats */
 enum dkv_status dkv_oip_model_stats(const struct dkv_oip_stats *stats, struct dkv_oip_text *out);
 
+/* ---- Server: shared memory of clients -------------------------------------------------------- */
+
+#define DKV_OIP_KEY_BYTES_MAX 255u /* of a POSIX shared memory object's name */
+#define DKV_OIP_HANDLE_BYTES  64u  /* a cudaIpcMemHandle_t */
+
+/* What a client registers under a name. */
+struct dkv_oip_region {
+    char name[DKV_OIP_REGION_BYTES_MAX + 1]; /* from the path; the parser leaves it alone */
+    bool cuda;
+    char key[DKV_OIP_KEY_BYTES_MAX + 1]; /* system: as it was given */
+    uint64_t offset;                     /* system: of the region in the object */
+    uint64_t bytes;                      /* not 0 */
+    uint64_t device;                     /* CUDA: its ordinal */
+    uint8_t handle[DKV_OIP_HANDLE_BYTES];
+};
+
+/* The body of a register request: {"key", "offset", "byte_size"}, or {"raw_handle": {"b64"},
+ * "device_id", "byte_size"}, whose base64 may hold line breaks. MALFORMED, INVALID. */
+enum dkv_status dkv_oip_region_parse(const char *json, size_t json_bytes, bool cuda,
+                                     struct dkv_oip_region *region_out, struct dkv_error *err);
+
+/* The list that a status request asks for. */
+enum dkv_status dkv_oip_region_list(const struct dkv_oip_region *const *regions, size_t n_regions,
+                                    struct dkv_oip_text *out);
+
 /* ---- Client ---------------------------------------------------------------------------------- */
 
 /* An infer request to send: the head, then binary_bytes bytes that dkv_oip_call_read() produces

@@ -252,11 +252,15 @@ static enum dkv_status check_region_kind(const struct dkv_wire_region *m, struct
     const bool has_uuid = !zeros(m->device_uuid, sizeof(m->device_uuid));
     const bool has_handle = !zeros(m->handle, sizeof(m->handle));
 
-    if (m->kind < DKV_WIRE_REGION_MEMFD || m->kind > DKV_WIRE_REGION_CUDA_VMM)
-        return DKV_WIRE_REFUSE("region", "kind %u is not in 1..3", m->kind);
-    if (has_uuid != (m->kind != DKV_WIRE_REGION_MEMFD))
+    const bool on_gpu = m->kind == DKV_WIRE_REGION_CUDA_LEGACY ||
+                        m->kind == DKV_WIRE_REGION_CUDA_VMM;
+
+    if (m->kind < DKV_WIRE_REGION_MEMFD || m->kind > DKV_WIRE_REGION_SHM_NAME)
+        return DKV_WIRE_REFUSE("region", "kind %u is not in 1..4", m->kind);
+    if (has_uuid != on_gpu)
         return DKV_WIRE_REFUSE("region", "device %s", has_uuid ? "of host memory" : "missing");
-    if (has_handle != (m->kind == DKV_WIRE_REGION_CUDA_LEGACY))
+    if (has_handle !=
+        (m->kind == DKV_WIRE_REGION_CUDA_LEGACY || m->kind == DKV_WIRE_REGION_SHM_NAME))
         return DKV_WIRE_REFUSE("region", "handle %s", has_handle ? "not of this kind" : "missing");
     if ((m->n_chunks > 0) != (m->kind == DKV_WIRE_REGION_CUDA_VMM) ||
         m->n_chunks > DKV_WIRE_FDS_MAX)

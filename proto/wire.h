@@ -74,6 +74,7 @@ enum dkv_wire_feature {
     DKV_WIRE_FEATURE_CUDA_VMM = 1u << 2,
     DKV_WIRE_FEATURE_OUTPUT = 1u << 3, /* results into a region */
     DKV_WIRE_FEATURE_FENCE = 1u << 4,
+    DKV_WIRE_FEATURE_SHM_NAMES = 1u << 5, /* regions by name */
 };
 
 struct dkv_wire_hello {
@@ -104,6 +105,8 @@ enum dkv_wire_about {
     DKV_WIRE_ABOUT_PLATFORM, /* of the model, as in the metadata over HTTP */
     DKV_WIRE_ABOUT_BACKEND,  /* of the first device: "cpu/avx512" */
     DKV_WIRE_ABOUT_DEVICE,   /* "NVIDIA H200" */
+    DKV_WIRE_ABOUT_SHM,      /* what this connection's shared memory names begin with; "": none may
+                                be named */
     DKV_WIRE_ABOUT_TEXTS
 };
 
@@ -118,6 +121,7 @@ enum dkv_wire_region_kind {
     DKV_WIRE_REGION_MEMFD = 1,       /* one fd */
     DKV_WIRE_REGION_CUDA_LEGACY = 2, /* a 64-byte handle, no fd */
     DKV_WIRE_REGION_CUDA_VMM = 3,    /* one fd per chunk */
+    DKV_WIRE_REGION_SHM_NAME = 4,    /* the end of a name, in `handle`, no fd */
 };
 
 /* REGION_ADD and REGION_ATTACH. The region is [offset, offset + bytes) of what is passed; offsets
@@ -131,7 +135,7 @@ struct dkv_wire_region {
     uint64_t offset;
     uint64_t bytes;
     uint8_t device_uuid[DKV_WIRE_UUID_BYTES]; /* zero for host memory */
-    uint8_t handle[DKV_WIRE_HANDLE_BYTES];    /* CUDA_LEGACY; else zero */
+    uint8_t handle[DKV_WIRE_HANDLE_BYTES];    /* CUDA_LEGACY, SHM_NAME; else zero */
     const uint8_t *chunks;                    /* [n_chunks], not on the wire as such */
 };
 

@@ -28,8 +28,8 @@ uint64_t dkv_answer_numbers(const struct dkv_job *job)
 {
     const struct dkv_oip_wanted *keep = &job->infer.outputs[DKV_OIP_KEEP_INDICES];
     const struct dkv_oip_wanted *scores = &job->infer.outputs[DKV_OIP_SCORES];
-    return (keep->wanted && !keep->binary ? job->n_keep : 0) +
-           (scores->wanted && !scores->binary ? job->n_scores : 0);
+    return (keep->wanted && !keep->binary && keep->region[0] == '\0' ? job->n_keep : 0) +
+           (scores->wanted && !scores->binary && scores->region[0] == '\0' ? job->n_scores : 0);
 }
 
 void dkv_answer_free(struct dkv_answer *answer)

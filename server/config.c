@@ -63,6 +63,10 @@ const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
     FLAG(behind_proxy, "false",
          "A TLS-terminating proxy stands before an address that is not "
          "loopback"),
+    FLAG(allow_client_shm, "false",
+         "HTTP clients may name shared memory of the daemon's user, and CUDA handles"),
+    FLAG(allow_shm_names, "false",
+         "Clients of the local socket may name POSIX shared memory instead of passing descriptors"),
     FLAG(nv_metrics, "false", "Also offer the metric names that perf_analyzer reads"),
     FLAG(show_keep_sets, "false",
          "Let the status page show where the tokens lie that each stream kept last"),

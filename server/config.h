@@ -29,6 +29,8 @@ struct dkv_config {
     char *log_file;   /* "": standard error, or the journal's own socket */
     char *trace_file; /* "": none */
     bool behind_proxy;
+    bool allow_client_shm;
+    bool allow_shm_names;
     bool nv_metrics;
     bool show_keep_sets;
     bool fallback_cpu;
@@ -85,7 +87,7 @@ struct dkv_config_field {
     bool is_list;               /* DKV_CONFIG_TEXT: arguments add up, with commas between */
 };
 
-#define DKV_CONFIG_FIELDS 45
+#define DKV_CONFIG_FIELDS 47
 
 extern const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS];
 

@@ -55,8 +55,10 @@ struct dkv_exchange {
     struct dkv_job *away;      /* the backend has it */
     struct dkv_errand *errand; /* has it, or its reply */
     struct dkv_answer *answer; /* a reply encoded already; it has the job */
-    bool parsed;               /* the JSON part has been read */
-    bool accepted;             /* counts in server->n_accepted */
+    bool waits_for_region;     /* it registers one: not suspended for a job */
+    void (*resumed)(struct dkv_exchange *exchange); /* replies then; NULL: its job has ended */
+    bool parsed;                                    /* the JSON part has been read */
+    bool accepted;                                  /* counts in server->n_accepted */
 };
 
 /* {"error": text}. 401, 405 and 503 get the fields that belong to them. */

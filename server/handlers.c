@@ -1,6 +1,4 @@
-/* Handlers that answer from what the server knows: health, metadata, statistics, metrics, and the
- * shared-memory routes, which say that HTTP callers may not name memory (a caller over HTTP has no
- * identity that a region could belong to). */
+/* Handlers that answer from what the server knows: health, metadata, statistics, metrics. */
 #include "server/handlers.h"
 
 #include "server/exchange.h"
@@ -129,29 +127,6 @@ void dkv_handle_index(struct dkv_exchange *exchange)
                         "\"reason\":\"no device answers\"}]"
                       : "[{\"name\":\"dropkv\",\"version\":\"1\",\"state\":\"READY\","
                         "\"reason\":\"\"}]");
-}
-
-void dkv_handle_shm_status(struct dkv_exchange *exchange)
-{
-    reply_literal(exchange, 200, "[]");
-}
-
-void dkv_handle_shm_region_status(struct dkv_exchange *exchange)
-{
-    dkv_reply_error(exchange, 404, "no such shared memory region");
-}
-
-void dkv_handle_shm_register(struct dkv_exchange *exchange)
-{
-    dkv_reply_error(exchange, 403,
-                    "shared memory of HTTP clients is not accepted: send tensors in the body");
-}
-
-/* Nothing is registered, so there is nothing to do: the answer that clients expect on their way
- * out. */
-void dkv_handle_shm_unregister(struct dkv_exchange *exchange)
-{
-    dkv_reply_empty(exchange, 200);
 }
 
 void dkv_handle_page(struct dkv_exchange *exchange)

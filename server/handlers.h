@@ -19,7 +19,6 @@ void dkv_handle_stats_all(struct dkv_exchange *exchange);
 void dkv_handle_infer(struct dkv_exchange *exchange);
 void dkv_handle_index(struct dkv_exchange *exchange);
 void dkv_handle_shm_status(struct dkv_exchange *exchange);
-void dkv_handle_shm_region_status(struct dkv_exchange *exchange);
 void dkv_handle_shm_register(struct dkv_exchange *exchange);
 void dkv_handle_shm_unregister(struct dkv_exchange *exchange);
 void dkv_handle_page(struct dkv_exchange *exchange);

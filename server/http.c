@@ -17,6 +17,7 @@
 #include "server/intake.h"
 #include "server/linger.h"
 #include "server/listen.h"
+#include "server/shm.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -216,8 +217,16 @@ static void on_library_log(void *cls, const char *format, va_list args)
 
 static void on_peer_gone(struct dkv_conn *conn)
 {
-    if (conn->exchange != NULL)
-        dkv_infer_gone(conn->exchange);
+    struct dkv_exchange *exchange = conn->exchange;
+    if (exchange == NULL)
+        return;
+    if (!exchange->waits_for_region) {
+        dkv_infer_gone(exchange);
+        return;
+    }
+    dkv_shm_forget(exchange->server->shm, exchange); /* the region stays registered */
+    exchange->gone = true;
+    dkv_http_resume(exchange);
 }
 
 void dkv_http_suspend(struct dkv_exchange *exchange)
@@ -440,6 +449,8 @@ void dkv_http_close(struct dkv_http *http)
     for (struct dkv_conn *conn = http->conns.first; conn != NULL; conn = conn->next)
         if (conn->exchange != NULL && conn->exchange->suspended) {
             conn->exchange->gone = true;
+            if (conn->exchange->waits_for_region)
+                dkv_shm_forget(http->server->shm, conn->exchange);
             dkv_http_resume(conn->exchange);
         }
     pump(http);

@@ -20,6 +20,7 @@
 #include "server/errand.h"
 #include "server/handlers.h"
 #include "server/http.h"
+#include "server/infer_shm.h"
 #include "server/record.h"
 
 #include <stdlib.h>
@@ -91,12 +92,13 @@ enum dkv_status dkv_infer_admit(struct dkv_exchange *exchange, struct dkv_error 
 }
 
 /* Any thread. */
-static enum dkv_status read_json(struct dkv_job *job, const unsigned char *json,
-                                 uint64_t json_bytes, uint64_t binary_bytes, struct dkv_error *err)
+static enum dkv_status read_json(const struct dkv_server *server, struct dkv_job *job,
+                                 const unsigned char *json, uint64_t json_bytes,
+                                 uint64_t binary_bytes, struct dkv_error *err)
 {
     enum dkv_status status = dkv_oip_infer_parse((const char *)json, (size_t)json_bytes,
                                                  binary_bytes, &job->infer, err);
-    if (status == DKV_OK && job->infer.uses_shm)
+    if (status == DKV_OK && job->infer.uses_shm && server->shm == NULL)
         status = dkv_error_set(err, DKV_E_DENIED,
                                "shared memory of HTTP clients is not accepted: send tensors in the "
                                "body");
@@ -111,7 +113,8 @@ static enum dkv_status parse(struct dkv_exchange *exchange, uint64_t json_bytes,
     exchange->job = dkv_job_new(&exchange->server->arena);
     if (exchange->job == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "out of memory");
-    return read_json(exchange->job, exchange->body.data, json_bytes, binary_bytes, err);
+    return read_json(exchange->server, exchange->job, exchange->body.data, json_bytes, binary_bytes,
+                     err);
 }
 
 enum dkv_status dkv_infer_progress(struct dkv_exchange *exchange, struct dkv_error *err)
@@ -162,6 +165,7 @@ static enum dkv_status prepare(struct dkv_exchange *exchange, struct dkv_error *
 {
     struct dkv_job *job = exchange->job;
     struct dkv_oip_memory memory = {0};
+    void *vectors;
 
     own_body(exchange);
     const uint64_t json_bytes = exchange->has_json_length ? exchange->json_length
@@ -172,13 +176,20 @@ static enum dkv_status prepare(struct dkv_exchange *exchange, struct dkv_error *
             return DKV_E_NOMEM;
         memory.side = job->side;
     }
-    enum dkv_status status = dkv_job_add_blocks(job, job->infer.n_blocks, err);
+    enum dkv_status status = dkv_infer_shm_find(exchange, job, &memory, &vectors, err);
+    if (status == DKV_OK)
+        status = dkv_job_add_blocks(job, job->infer.n_blocks, err);
     if (status == DKV_OK)
         status = dkv_oip_infer_bind(&job->infer, &memory, job->blocks, &job->request, err);
+    free(vectors);
+    if (status == DKV_OK)
+        status = dkv_infer_shm_lend(job, err);
     if (status == DKV_OK)
         status = dkv_request_validate(&job->request, job->plans, err);
     if (status == DKV_OK)
         status = dkv_job_prepare(job, REPLY_BYTES_MAX, err);
+    if (status == DKV_OK)
+        status = dkv_infer_shm_check(exchange, job, err);
     if (status == DKV_OK)
         status = check_json_outputs(job, err);
     return status;
@@ -221,6 +232,7 @@ static void on_done(struct dkv_job *job, void *owner)
 {
     struct dkv_exchange *exchange = owner;
     exchange->away = NULL;
+    dkv_infer_shm_write(job);
     dkv_job_release_inputs(job);
     dkv_metrics_batch(&exchange->server->metrics, job);
     if (job->status == DKV_OK && dkv_answer_begin(exchange, job))
@@ -264,6 +276,7 @@ static void go_on(struct dkv_exchange *exchange)
 /* A JSON part that is read as an errand, with its body and its job. */
 struct reading {
     struct dkv_errand errand;
+    const struct dkv_server *server;
     struct dkv_job *job;
     uint64_t json_bytes, binary_bytes;
     uint64_t deadline_ns; /* of the request, as far as is known without reading it */
@@ -282,8 +295,8 @@ static void read_long(struct dkv_errand *errand)
                                         "the deadline passed before the work started");
         return;
     }
-    reading->status = read_json(job, job->body.data, reading->json_bytes, reading->binary_bytes,
-                                err);
+    reading->status = read_json(reading->server, job, job->body.data, reading->json_bytes,
+                                reading->binary_bytes, err);
     if (reading->status == DKV_OK)
         reading->status = dkv_oip_infer_settle(&job->infer, err);
     dkv_errand_tidy(); /* the parser's tree is gone */
@@ -315,6 +328,7 @@ static enum dkv_status start_reading(struct dkv_exchange *exchange, uint64_t jso
         return dkv_error_set(err, DKV_E_NOMEM, "out of memory");
     }
     own_body(exchange);
+    reading->server = server;
     reading->job = exchange->job;
     reading->json_bytes = json_bytes;
     reading->binary_bytes = binary_bytes;

@@ -206,6 +206,8 @@ bool dkv_intake_finish(struct dkv_exchange *exchange)
         dkv_reply_error(exchange, exchange->refused_status, exchange->refusal.text);
     else if (exchange->gone)
         return false;
+    else if (exchange->submitted && exchange->resumed != NULL)
+        exchange->resumed(exchange);
     else if (exchange->submitted)
         dkv_infer_finish(exchange);
     else

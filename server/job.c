@@ -3,6 +3,7 @@
 #include "server/job.h"
 
 #include "server/loan.h"
+#include "server/region.h"
 
 #include <assert.h>
 #include <stdlib.h>
@@ -106,6 +107,11 @@ void dkv_job_answer_by_recency(struct dkv_job *job)
 
 void dkv_job_release_inputs(struct dkv_job *job)
 {
+    for (int i = 0; i < DKV_OIP_INPUTS + DKV_OIP_OUTPUTS; i++) {
+        if (job->shm[i] != NULL)
+            dkv_region_unuse(job->shm[i]);
+        job->shm[i] = NULL;
+    }
     dkv_body_release(&job->body);
     dkv_arena_free(job->arena, job->side, job->side_bytes, job->side_bytes);
     dkv_job_drop_parts(job);

@@ -28,6 +28,7 @@ enum dkv_transport {
 struct dkv_job;
 struct dkv_backend_client;
 struct dkv_loan;
+struct dkv_region;
 
 /* Runs on the loop thread when the job has ended, whatever way; the job is the callee's again. */
 typedef void (*dkv_job_done_fn)(struct dkv_job *job, void *owner);
@@ -59,6 +60,7 @@ struct dkv_job {
     struct dkv_oip_infer infer;
     void *side; /* [side_bytes], in the arena: small vectors and JSON numbers */
     uint64_t side_bytes;
+    struct dkv_region *shm[DKV_OIP_INPUTS + DKV_OIP_OUTPUTS]; /* used, by input, then by output */
     struct dkv_loan **loans; /* [n_loans], from malloc: clients' memory that blocks point into */
     unsigned n_loans;
     struct dkv_request request; /* over `blocks` */

@@ -19,6 +19,7 @@
 #include "server/reload.h"
 #include "server/server.h"
 #include "server/session.h"
+#include "server/shm.h"
 
 #include "server/clock.h"
 
@@ -200,6 +201,7 @@ static void learn_engine(struct dkv_server *server)
         .device = server->engine_info.device,
         .dtype = DKV_FP32,
         .max_blocks = DKV_BLOCKS_MAX,
+        .shm = server->shm != NULL,
     };
     dkv_metrics_init(&server->metrics, server->engine_info.backend);
     dkv_log(DKV_LOG_INFO, "engine %s on %s", server->engine_info.backend,
@@ -224,6 +226,8 @@ static enum dkv_status start(struct life *life, struct dkv_error *err)
         status = dkv_backend_open(config, &life->loop, &server->arena, &server->backend, err);
     if (status != DKV_OK)
         return status;
+    if (config->allow_client_shm && (server->shm = dkv_shm_open(server)) == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for shared memory regions");
     learn_engine(server);
     status = dkv_sessions_open(server, &server->sessions, err);
     if (status == DKV_OK && (strcmp(config->http, "off") != 0 || server->inherited.http_fd >= 0))
@@ -256,6 +260,7 @@ static void stop(struct life *life)
     dkv_backend_close(server->backend);
     dkv_sessions_close(server->sessions);
     dkv_http_close(server->http);
+    dkv_shm_close(server->shm);
     uv_walk(&life->loop, close_handle, NULL);
     uv_run(&life->loop, UV_RUN_DEFAULT);
     uv_loop_close(&life->loop);

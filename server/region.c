@@ -5,6 +5,7 @@
 #include "server/region.h"
 
 #include "proto/memfd.h"
+#include "server/shm_name.h"
 
 #include <assert.h>
 #include <errno.h>
@@ -41,13 +42,31 @@ static enum dkv_status lend_file(struct dkv_region *region, const struct dkv_wir
                               &region->loan, err);
 }
 
+static enum dkv_status lend_name(struct dkv_region *region, const struct dkv_region_source *source,
+                                 struct dkv_error *err)
+{
+    const struct dkv_wire_region *wire = source->wire;
+    int fd = -1;
+    if (source->shm_prefix == NULL || *source->shm_prefix == '\0')
+        return dkv_error_set(err, DKV_E_UNSUPPORTED,
+                             "region: this daemon takes no names of shared memory: pass a memfd");
+    enum dkv_status status = dkv_shm_name_open_suffix(source->shm_prefix, wire->handle,
+                                                      sizeof(wire->handle), source->uid, &fd, err);
+    if (status != DKV_OK)
+        return status;
+    status = lend_file(region, wire, fd, err);
+    close(fd);
+    return status;
+}
+
 /* Lends the memory that was passed. on_attached may be called within, so the region is attached
  * before. */
 static enum dkv_status lend(struct dkv_region *region, const struct dkv_region_source *source,
                             struct dkv_error *err)
 {
     const struct dkv_wire_region *wire = source->wire;
-    const bool on_gpu = wire->kind != DKV_WIRE_REGION_MEMFD;
+    const bool named = wire->kind == DKV_WIRE_REGION_SHM_NAME;
+    const bool on_gpu = wire->kind != DKV_WIRE_REGION_MEMFD && !named;
     if (on_gpu && wire->writable)
         return dkv_error_set(err, DKV_E_UNSUPPORTED,
                              "region: results are written into host memory (memfd) only");
@@ -59,6 +78,8 @@ static enum dkv_status lend(struct dkv_region *region, const struct dkv_region_s
     region->attached = true;
     region->writable = wire->writable != 0;
     region->bytes = wire->bytes;
+    if (named)
+        return lend_name(region, source, err);
     return on_gpu ? dkv_backend_attach_cuda(region->backend, wire, source->fds, source->connection,
                                             on_attached, region, &region->loan, err)
                   : lend_file(region, wire, source->fds[0], err);

@@ -40,9 +40,11 @@ struct dkv_region {
 /* What a client passed. */
 struct dkv_region_source {
     const struct dkv_wire_region *wire;
-    const int *fds;      /* as many as belong to it; they stay the caller's */
-    uint64_t connection; /* a number of its own for each */
-    bool trusted;        /* of the daemon's own user */
+    const int *fds;         /* as many as belong to it; they stay the caller's */
+    uint64_t connection;    /* a number of its own for each */
+    bool trusted;           /* of the daemon's own user */
+    const char *shm_prefix; /* of its names; NULL or "": it may not name memory */
+    uid_t uid;              /* whose named memory must be */
 };
 
 /* A new region. on_settled may be called within. */

@@ -17,6 +17,7 @@
 #include "server/trace.h"
 
 struct dkv_http;
+struct dkv_shm;
 struct dkv_sessions;
 
 /* What memory was laid out for at start. */
@@ -40,6 +41,7 @@ struct dkv_server {
                                 not a reason to try again */
     struct dkv_backend *backend;
     struct dkv_http *http;         /* NULL: HTTP is off */
+    struct dkv_shm *shm;           /* NULL: HTTP clients may not name memory */
     struct dkv_sessions *sessions; /* NULL: the local socket is off */
     struct dkv_oip_facts facts;    /* its strings are in engine_info */
     struct dkv_engine_info engine_info;

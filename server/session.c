@@ -225,13 +225,27 @@ void dkv_session_flush(struct dkv_session *session)
 
 /* ---- messages ---- */
 
-static size_t put_about(const struct dkv_server *server, uint8_t about[DKV_WIRE_ABOUT_MAX])
+/* Names are the connection's own: nobody can guess, or has seen, what another one may name. */
+static void give_names(struct dkv_session *session)
 {
+    struct ucred peer;
+    socklen_t bytes = sizeof(peer);
+    if (!session->all->server->config->allow_shm_names ||
+        getsockopt(dkv_wire_conn_fd(session->conn), SOL_SOCKET, SO_PEERCRED, &peer, &bytes) != 0 ||
+        !dkv_shm_name_prefix(peer.uid, session->shm_prefix))
+        return;
+    session->uid = peer.uid;
+}
+
+static size_t put_about(const struct dkv_session *session, uint8_t about[DKV_WIRE_ABOUT_MAX])
+{
+    const struct dkv_server *server = session->all->server;
     const char *const texts[DKV_WIRE_ABOUT_TEXTS] = {
         [DKV_WIRE_ABOUT_VERSION] = server->facts.version,
         [DKV_WIRE_ABOUT_PLATFORM] = DKV_OIP_PLATFORM,
         [DKV_WIRE_ABOUT_BACKEND] = server->facts.backend,
         [DKV_WIRE_ABOUT_DEVICE] = server->facts.device,
+        [DKV_WIRE_ABOUT_SHM] = session->shm_prefix,
     };
     return dkv_wire_put_about(about, texts);
 }
@@ -279,6 +293,9 @@ static void greet(struct dkv_session *session, const struct dkv_wire_conn_messag
     }
     const unsigned n_devices = list_devices(server, payload + WELCOME_BYTES, &any_gpu);
     uint32_t features = HOST_FEATURES | (any_gpu ? GPU_FEATURES : 0);
+    give_names(session);
+    if (*session->shm_prefix != '\0')
+        features |= DKV_WIRE_FEATURE_SHM_NAMES;
     if (!session->trusted)
         features &= ~(uint32_t)DKV_WIRE_FEATURE_CUDA_LEGACY;
     const struct dkv_wire_welcome welcome = {
@@ -286,7 +303,7 @@ static void greet(struct dkv_session *session, const struct dkv_wire_conn_messag
         .version = DKV_WIRE_VERSION,
         .n_devices = (uint16_t)n_devices,
         .features = hello.features & features,
-        .about_bytes = (uint16_t)put_about(server, about),
+        .about_bytes = (uint16_t)put_about(session, about),
         .instance = session->all->instance,
         .max_regions = DKV_SESSION_REGIONS,
         .max_caches = DKV_SESSION_CACHES,

@@ -189,6 +189,8 @@ static enum dkv_status take_region(struct dkv_session *session,
         .fds = message->fds,
         .connection = session->number,
         .trusted = session->trusted,
+        .shm_prefix = session->shm_prefix,
+        .uid = session->uid,
     };
     status = check_fds(session, &wire, err);
     if (status != DKV_OK)

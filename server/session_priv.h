@@ -10,6 +10,7 @@
 #include "server/list.h"
 #include "server/region.h"
 #include "server/session.h"
+#include "server/shm_name.h"
 
 /* Quotas of one connection. */
 #define DKV_SESSION_REGIONS   256u
@@ -66,10 +67,12 @@ struct dkv_session_bulk {
 struct dkv_session {
     struct dkv_sessions *all;
     struct dkv_list node;
-    uint64_t number;                   /* never used twice */
-    bool trusted;                      /* the peer is the daemon's own user */
-    struct dkv_backend_client *client; /* whose share of the device it uses */
-    struct dkv_wire_conn *conn;        /* NULL: closed, the handles are being closed */
+    uint64_t number;                      /* never used twice */
+    char shm_prefix[DKV_SHM_PREFIX_SIZE]; /* "": it may not name memory */
+    uid_t uid;                            /* the peer's; set with the prefix */
+    bool trusted;                         /* the peer is the daemon's own user */
+    struct dkv_backend_client *client;    /* whose share of the device it uses */
+    struct dkv_wire_conn *conn;           /* NULL: closed, the handles are being closed */
     uv_poll_t poll;
     uv_timer_t timer;
     int events;

@@ -5,6 +5,7 @@ embedded engine on the same dump.
 usage: tritonclient_test.py DROPKVD DROPKV_CLIENT TEST_DATA
 """
 import asyncio
+import base64
 import json
 import os
 import struct
@@ -17,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
+import tritonclient.utils.shared_memory as triton_shm
 from tritonclient.utils import InferenceServerException
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "server"))
@@ -178,6 +180,76 @@ class TritonClient(unittest.TestCase):
         before = total()
         self.client.infer("dropkv", self.inputs(0))
         self.assertEqual(total() - before, 1)
+
+
+class SharedMemory(unittest.TestCase):
+    """The client's own shared memory utilities, with a daemon that takes names."""
+
+    @classmethod
+    def setUpClass(cls):
+        cls.daemon = Daemon(DROPKVD, "--allow-client-shm", "true")
+        cls.addClassCleanup(cls.daemon.__exit__, None, None, None)
+        cls.tensors = load(DUMP)
+
+    def setUp(self):
+        self.client = triton.InferenceServerClient(f"127.0.0.1:{self.daemon.port}")
+        self.addCleanup(self.client.close)
+
+    def region(self, name, n_bytes):
+        handle = triton_shm.create_shared_memory_region(name, f"/dropkv_test_{os.getpid()}_{name}", n_bytes, create_only=True)
+        self.addCleanup(triton_shm.destroy_shared_memory_region, handle)
+        self.client.register_system_shared_memory(name, f"/dropkv_test_{os.getpid()}_{name}", n_bytes)
+        self.addCleanup(self.client.unregister_system_shared_memory, name)
+        return handle
+
+    def test_inputs_and_outputs_in_shared_memory(self):
+        arrays = [self.tensors[f"layers.0.{name}"] for name in ("query", "key", "value")]
+        plain, shared = [], []
+        inputs = self.region("inputs", sum(array.nbytes for array in arrays))
+        offset = 0
+        for name, array in zip(("query", "key", "value"), arrays):
+            raw = np.frombuffer(array.tobytes(), np.uint8)
+            triton_shm.set_shared_memory_region(inputs, [raw], offset=offset)
+            for made in (plain, shared):
+                made.append(triton.InferInput(name, list(array.shape), "BF16"))
+            plain[-1].set_data_from_numpy(array)
+            shared[-1].set_shared_memory("inputs", array.nbytes, offset=offset)
+            offset += array.nbytes
+        wanted = [triton.InferRequestedOutput(name) for name in ("keep_indices", "scores")]
+        expected = self.client.infer("dropkv", plain, outputs=wanted, parameters={"keep_ratio": 0.1})
+        keep, scores = expected.as_numpy("keep_indices"), expected.as_numpy("scores")
+        result = self.client.infer("dropkv", shared, outputs=wanted, parameters={"keep_ratio": 0.1})
+        np.testing.assert_array_equal(result.as_numpy("keep_indices"), keep)
+
+        outputs = self.region("outputs", keep.nbytes + scores.nbytes)
+        wanted[0].set_shared_memory("outputs", keep.nbytes)
+        wanted[1].set_shared_memory("outputs", scores.nbytes, offset=keep.nbytes)
+        result = self.client.infer("dropkv", shared, outputs=wanted, parameters={"keep_ratio": 0.1})
+        self.assertEqual(result.get_output("keep_indices")["shape"], list(keep.shape))
+        np.testing.assert_array_equal(
+            triton_shm.get_contents_as_numpy(outputs, np.int32, list(keep.shape)), keep)
+        np.testing.assert_array_equal(
+            triton_shm.get_contents_as_numpy(outputs, np.float32, list(scores.shape), offset=keep.nbytes), scores)
+
+        listed = self.client.get_system_shared_memory_status()
+        self.assertEqual({r["name"] for r in listed}, {"inputs", "outputs"})
+        self.client.unregister_system_shared_memory()
+        self.assertEqual(self.client.get_system_shared_memory_status(), [])
+        with self.assertRaisesRegex(InferenceServerException, "not registered"):
+            self.client.infer("dropkv", shared, parameters={"keep_ratio": 0.1})
+
+    def test_errors_reach_the_client(self):
+        self.assertIn("system_shared_memory", self.client.get_server_metadata()["extensions"])
+        with self.assertRaisesRegex(InferenceServerException, "no shared memory object"):
+            self.client.register_system_shared_memory("nothing", "/dropkv_test_nothing", 64)
+        with self.assertRaisesRegex(InferenceServerException, "device_id 0"):
+            self.client.register_cuda_shared_memory("gpu", base64.b64encode(b"\xa5" * 64), 0, 4096)
+        self.assertEqual(self.client.get_cuda_shared_memory_status(), [])
+        self.client.unregister_cuda_shared_memory()
+        region = self.region("small", 64)
+        self.assertIsNotNone(region)
+        with self.assertRaisesRegex(InferenceServerException, "already"):
+            self.client.register_system_shared_memory("small", f"/dropkv_test_{os.getpid()}_small", 64)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ static void welcome(struct wire_sample *s)
                                        .n_devices = 2,
                                        .features = 7,
                                        .about_bytes = sizeof("1.2") + sizeof("p") + sizeof("") +
-                                                      sizeof("a device"),
+                                                      sizeof("shm-") + sizeof("a device"),
                                        .instance = UINT64_C(0x1122334455667788),
                                        .max_regions = 64,
                                        .max_caches = 16,
@@ -41,7 +41,7 @@ static void welcome(struct wire_sample *s)
     s->bytes += dkv_wire_put_device(s->payload + s->bytes, &cpu);
     s->bytes += dkv_wire_put_device(s->payload + s->bytes, &gpu);
     s->bytes += dkv_wire_put_about(s->payload + s->bytes,
-                                   (const char *const[]){"1.2", "p", "", "a device"});
+                                   (const char *const[]){"1.2", "p", "", "a device", "shm-"});
 }
 
 static void memfd(struct wire_sample *s)

@@ -87,6 +87,12 @@ def new_memfd(data, sealed=True):
     return fd
 
 
+def about(welcome):
+    """The texts of a welcome: version, platform, backend, device, prefix of names."""
+    n_devices, = struct.unpack_from("<H", welcome.payload, 6)
+    return welcome.payload[48 + 24 * n_devices :].decode("ascii").split("\0")[:-1]
+
+
 class Answer:
     def __init__(self, kind, number, payload, bulk):
         self.kind, self.number, self.payload, self.bulk = kind, number, payload, bulk
@@ -121,7 +127,7 @@ class Client:
         self.buffer = b""
         self.number = 0
         if hello:
-            self.send(HELLO, struct.pack("<IHHII", MAGIC, 1, 1, 0x1F, 0))
+            self.send(HELLO, struct.pack("<IHHII", MAGIC, 1, 1, 0x3F, 0))
             self.welcome = self.receive()
             assert self.welcome.kind == WELCOME, self.welcome.error()
 
