@@ -1,14 +1,11 @@
-/* A piece is cut into chunks; whoever is free takes the next one, the caller too, so that a thread
- * that the system does not let run delays one chunk and not its whole share. */
+/* Whoever is free takes the next task, the caller too, so that a thread that the system does not
+ * let run delays one task and not its whole share. */
 #include "server/readers.h"
-
-#include "proto/memfd.h"
 
 #include <pthread.h>
 #include <stdlib.h>
 #include <unistd.h>
 
-#define CHUNK_BYTES (UINT64_C(2) << 20)
 #define THREADS_MAX 3u
 
 struct dkv_readers {
@@ -19,30 +16,27 @@ struct dkv_readers {
     pthread_cond_t work;
     pthread_cond_t done;
     bool stopping;
-    int fd;
-    uint64_t offset, bytes;
-    char *to;
-    uint64_t n_chunks, n_taken, n_read;
-    enum dkv_status status; /* of the first chunk that failed */
+    dkv_readers_fn fn;
+    void *context;
+    uint64_t n_tasks, n_taken, n_done;
+    enum dkv_status status; /* of the first task that failed */
     struct dkv_error error;
 };
 
-/* Reads chunks until none is left to take. With the lock held, which is let go meanwhile. */
-static void read_chunks(struct dkv_readers *r)
+/* Does tasks until none is left to take. With the lock held, which is let go meanwhile. */
+static void do_tasks(struct dkv_readers *r)
 {
-    while (r->n_taken < r->n_chunks) {
-        const uint64_t at = r->n_taken++ * CHUNK_BYTES;
-        const uint64_t left = r->bytes - at;
+    while (r->n_taken < r->n_tasks) {
+        const uint64_t task = r->n_taken++;
         struct dkv_error err = {0};
         pthread_mutex_unlock(&r->lock);
-        const enum dkv_status status = dkv_memfd_read(
-            r->fd, r->offset + at, r->to + at, left < CHUNK_BYTES ? left : CHUNK_BYTES, &err);
+        const enum dkv_status status = r->fn(r->context, task, &err);
         pthread_mutex_lock(&r->lock);
         if (status != DKV_OK && r->status == DKV_OK) {
             r->status = status;
             r->error = err;
         }
-        if (++r->n_read == r->n_chunks)
+        if (++r->n_done == r->n_tasks)
             pthread_cond_signal(&r->done);
     }
 }
@@ -52,7 +46,7 @@ static void *reader(void *argument)
     struct dkv_readers *r = argument;
     pthread_mutex_lock(&r->lock);
     while (!r->stopping) {
-        read_chunks(r);
+        do_tasks(r);
         if (!r->stopping)
             pthread_cond_wait(&r->work, &r->lock);
     }
@@ -91,23 +85,37 @@ void dkv_readers_close(struct dkv_readers *r)
     free(r);
 }
 
-enum dkv_status dkv_readers_read(struct dkv_readers *r, int fd, uint64_t offset, void *to,
-                                 uint64_t bytes, struct dkv_error *err)
+static enum dkv_status do_alone(dkv_readers_fn fn, void *context, uint64_t n_tasks,
+                                struct dkv_error *err)
 {
-    if (r == NULL || bytes < DKV_READERS_FROM)
-        return dkv_memfd_read(fd, offset, to, bytes, err);
+    enum dkv_status first = DKV_OK;
+    for (uint64_t task = 0; task < n_tasks; task++) {
+        struct dkv_error why = {0};
+        const enum dkv_status status = fn(context, task, &why);
+        if (status == DKV_OK || first != DKV_OK)
+            continue;
+        first = status;
+        if (err != NULL)
+            *err = why;
+    }
+    return first;
+}
+
+enum dkv_status dkv_readers_run(struct dkv_readers *r, dkv_readers_fn fn, void *context,
+                                uint64_t n_tasks, struct dkv_error *err)
+{
+    if (r == NULL || n_tasks <= 1)
+        return do_alone(fn, context, n_tasks, err);
     pthread_mutex_lock(&r->lock);
-    r->fd = fd;
-    r->offset = offset;
-    r->bytes = bytes;
-    r->to = to;
+    r->fn = fn;
+    r->context = context;
     r->n_taken = 0;
-    r->n_read = 0;
-    r->n_chunks = (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
+    r->n_done = 0;
+    r->n_tasks = n_tasks;
     r->status = DKV_OK;
     pthread_cond_broadcast(&r->work);
-    read_chunks(r);
-    while (r->n_read < r->n_chunks)
+    do_tasks(r);
+    while (r->n_done < r->n_tasks)
         pthread_cond_wait(&r->done, &r->lock);
     const enum dkv_status status = r->status;
     if (status != DKV_OK && err != NULL)

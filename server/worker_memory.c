@@ -1,7 +1,4 @@
-/* Which bytes a block reads follows from its views alone: rows of one head are token_stride apart,
- * heads head_stride, pages page_stride times their entry in the table. Rows that lie densely are
- * read in one go, gaps and all, since a call costs more than a few kilobytes.
- */
+/* Loans arrive, are found and go; what is read from loose ones is in worker_stage.c. */
 #include "server/worker_memory.h"
 
 #include "proto/memfd.h"
@@ -79,7 +76,7 @@ static struct dkv_held *place_for(struct dkv_worker_memory *memory, uint32_t num
     return &memory->held[index];
 }
 
-static struct dkv_held *loan_of(struct dkv_worker_memory *memory, uint32_t number)
+struct dkv_held *dkv_worker_memory_held(struct dkv_worker_memory *memory, uint32_t number)
 {
     if (number < DKV_LINK_LOANS || number - DKV_LINK_LOANS >= memory->n_held)
         return NULL;
@@ -193,7 +190,7 @@ enum dkv_status dkv_worker_memory_chunk(struct dkv_worker_memory *memory, uint32
 
 bool dkv_worker_memory_detach(struct dkv_worker_memory *memory, uint32_t number)
 {
-    struct dkv_held *held = loan_of(memory, number);
+    struct dkv_held *held = dkv_worker_memory_held(memory, number);
     if (held == NULL)
         return true;
     struct dkv_imported *imported = held->imported;
@@ -210,140 +207,8 @@ const void *dkv_worker_memory_find(void *owner, uint32_t number)
     struct dkv_worker_memory *memory = owner;
     if (number == DKV_LINK_IN_ARENA)
         return memory->arena;
-    const struct dkv_held *held = loan_of(memory, number);
+    const struct dkv_held *held = dkv_worker_memory_held(memory, number);
     return held != NULL ? held->base : NULL;
-}
-
-/* ---- staging ---- */
-
-static enum dkv_status fetch(struct dkv_held *held, uint64_t offset, uint64_t bytes,
-                             struct dkv_error *err)
-{
-    held->staged_bytes += bytes;
-    return dkv_readers_read(held->readers, held->fd, held->offset + offset, held->base + offset,
-                            bytes, err);
-}
-
-/* n stretches of `bytes`, `stride` apart. Gaps up to their own size are read along, since a call
- * costs more; larger ones are not, since they may be all there is: a file of holes is free to its
- * owner and becomes memory here. */
-static enum dkv_status fetch_stretches(struct dkv_held *held, uint64_t offset, uint64_t n,
-                                       uint64_t stride, uint64_t bytes, struct dkv_error *err)
-{
-    enum dkv_status status = DKV_OK;
-    if (stride <= 2 * bytes)
-        return fetch(held, offset, (n - 1) * stride + bytes, err);
-    for (uint64_t i = 0; status == DKV_OK && i < n; i++)
-        status = fetch(held, offset + i * stride, bytes, err);
-    return status;
-}
-
-/* `rows` rows of every head from `offset` on: the closer of the two directions within the other. */
-static enum dkv_status fetch_rows(struct dkv_held *held, uint64_t offset, uint64_t rows,
-                                  uint64_t heads, const struct dkv_view *view, uint64_t row_bytes,
-                                  struct dkv_error *err)
-{
-    const uint64_t token_stride = (uint64_t)view->token_stride;
-    const uint64_t head_stride = (uint64_t)view->head_stride;
-    const bool heads_inside = head_stride < token_stride;
-    const uint64_t inner = heads_inside ? head_stride : token_stride;
-    const uint64_t outer = heads_inside ? token_stride : head_stride;
-    const uint64_t n_inner = heads_inside ? heads : rows;
-    const uint64_t n_outer = heads_inside ? rows : heads;
-    const uint64_t span = (n_inner - 1) * inner + row_bytes;
-    enum dkv_status status = DKV_OK;
-    if (inner <= 2 * row_bytes)
-        return fetch_stretches(held, offset, n_outer, outer, span, err);
-    for (uint64_t i = 0; status == DKV_OK && i < n_outer; i++)
-        status = fetch_stretches(held, offset + i * outer, n_inner, inner, row_bytes, err);
-    return status;
-}
-
-static int64_t entry_at(const struct dkv_page_table *table, uint64_t i)
-{
-    int64_t wide = (int64_t)i;
-    int32_t narrow;
-    if (table->entries == NULL)
-        return wide;
-    const unsigned char *at = (const unsigned char *)table->entries + i * table->entry_bytes;
-    if (table->entry_bytes == sizeof(narrow)) {
-        memcpy(&narrow, at, sizeof(narrow));
-        wide = narrow;
-    } else {
-        memcpy(&wide, at, sizeof(wide));
-    }
-    return wide;
-}
-
-/* Entries that point nowhere are the engine's to report: nothing is read for them. */
-static enum dkv_status fetch_pages(struct dkv_held *held, const struct dkv_block *block,
-                                   const struct dkv_view *view, const struct dkv_page_table *table,
-                                   uint64_t limit, uint64_t row_bytes, struct dkv_error *err)
-{
-    const uint64_t n_pages = (block->n_tokens + block->page_tokens - 1) / block->page_tokens;
-    enum dkv_status status = DKV_OK;
-    for (uint64_t i = 0; status == DKV_OK && i < n_pages; i++) {
-        int64_t entry = entry_at(table, i);
-        if (table->entries != NULL && table->has_null_entry && entry == table->null_entry)
-            continue;
-        if (table->entries != NULL && table->mask != 0)
-            entry &= table->mask;
-        if (entry < 0 || (table->entries != NULL && (uint64_t)entry >= limit))
-            continue;
-        const uint64_t left = block->n_tokens - i * block->page_tokens;
-        const uint64_t rows = left < block->page_tokens ? left : block->page_tokens;
-        status = fetch_rows(held, view->offset + (uint64_t)entry * (uint64_t)view->page_stride,
-                            rows, block->kv_heads, view, row_bytes, err);
-    }
-    return status;
-}
-
-static enum dkv_status stage_table(struct dkv_worker_memory *memory,
-                                   const struct dkv_link_addr *addr,
-                                   const struct dkv_page_table *table, struct dkv_error *err)
-{
-    struct dkv_held *held = loan_of(memory, addr->memory);
-    if (table->entries == NULL || held == NULL || held->fd < 0)
-        return DKV_OK;
-    return fetch(held, addr->offset, table->n_entries * table->entry_bytes, err);
-}
-
-static enum dkv_status stage_view(struct dkv_worker_memory *memory,
-                                  const struct dkv_link_block *packed,
-                                  const struct dkv_block *block, unsigned which,
-                                  struct dkv_error *err)
-{
-    const bool is_query = which == DKV_LINK_QUERY, is_key = which == DKV_LINK_KEY;
-    const struct dkv_link_addr *addr = &packed->pointers[which];
-    struct dkv_held *held = loan_of(memory, addr->memory);
-    if (held == NULL || held->fd < 0)
-        return DKV_OK;
-    struct dkv_view view = is_query ? block->query : is_key ? block->key : block->value;
-    const uint64_t dim = is_query || is_key ? block->head_dim : packed->plan.v_dim;
-    const uint64_t row_bytes = dim * dkv_dtype_bytes(view.dtype);
-    view.offset += addr->offset;
-    if (is_query)
-        return fetch_rows(held, view.offset, block->q_rows, block->q_heads, &view, row_bytes, err);
-    if (block->page_tokens == 0)
-        return fetch_rows(held, view.offset, block->n_tokens, block->kv_heads, &view, row_bytes,
-                          err);
-    const bool own_table = !is_key && block->v_table.entries != NULL;
-    return fetch_pages(held, block, &view, own_table ? &block->v_table : &block->table,
-                       is_key ? packed->plan.k_entry_limit : packed->plan.v_entry_limit, row_bytes,
-                       err);
-}
-
-enum dkv_status dkv_worker_memory_stage(struct dkv_worker_memory *memory,
-                                        const struct dkv_link_block *packed,
-                                        const struct dkv_block *block, struct dkv_error *err)
-{
-    enum dkv_status status = stage_table(memory, &packed->pointers[DKV_LINK_TABLE], &block->table,
-                                         err);
-    if (status == DKV_OK)
-        status = stage_table(memory, &packed->pointers[DKV_LINK_V_TABLE], &block->v_table, err);
-    for (unsigned i = DKV_LINK_QUERY; status == DKV_OK && i <= DKV_LINK_VALUE; i++)
-        status = stage_view(memory, packed, block, i, err);
-    return status;
 }
 
 void dkv_worker_memory_idle(struct dkv_worker_memory *memory)

@@ -61,7 +61,11 @@ bool dkv_worker_memory_detach(struct dkv_worker_memory *memory, uint32_t number)
 /* A dkv_link_find_fn; owner is the dkv_worker_memory. */
 const void *dkv_worker_memory_find(void *owner, uint32_t number);
 
-/* Reads what the block needs from loose loans. INVALID if the file has become too short. */
+/* The loan of that number; NULL if that is not a loan's. */
+struct dkv_held *dkv_worker_memory_held(struct dkv_worker_memory *memory, uint32_t number);
+
+/* worker_stage.c: reads what the block needs from loose loans. INVALID if the file has become too
+ * short. */
 enum dkv_status dkv_worker_memory_stage(struct dkv_worker_memory *memory,
                                         const struct dkv_link_block *packed,
                                         const struct dkv_block *block, struct dkv_error *err);

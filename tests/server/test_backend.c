@@ -14,6 +14,7 @@
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -351,36 +352,116 @@ static void a_file_cut_short_fails_its_own_request_alone(void **state)
     close_world(&world);
 }
 
-/* Any size around the one from which threads read together, from any offset, and a file that ends
- * within. */
-static void readers_read_every_byte_once(void **state)
+struct tasks {
+    _Atomic uint32_t seen[1000];
+    _Atomic unsigned n_meeting; /* tasks that wait for another one */
+};
+
+static enum dkv_status mark_task(void *context, uint64_t task, struct dkv_error *err)
 {
-    static const uint64_t sizes[] = {1, DKV_READERS_FROM - 1, DKV_READERS_FROM,
-                                     DKV_READERS_FROM + 1, (UINT64_C(40) << 20) + 12345};
-    const uint64_t most = (UINT64_C(40) << 20) + 20000;
+    struct tasks *tasks = context;
+    tasks->seen[task]++;
+    return task % 100 == 99 ? dkv_error_set(err, DKV_E_INVALID, "task %u", (unsigned)task) : DKV_OK;
+}
+
+/* Ends when two are here at a time, which takes two threads. */
+static enum dkv_status meet(void *context, uint64_t task, struct dkv_error *err)
+{
+    struct tasks *tasks = context;
+    const uint64_t patience_ns = dkv_clock_ns() + UINT64_C(60000000000);
+    tasks->n_meeting++;
+    while (tasks->n_meeting < 2)
+        if (dkv_clock_ns() > patience_ns)
+            return dkv_error_set(err, DKV_E_TIMEOUT, "task %u is alone", (unsigned)task);
+    return DKV_OK;
+}
+
+static void readers_do_every_task_once_and_together(void **state)
+{
+    static const uint64_t counts[] = {0, 1, 2, 99, 1000};
     struct dkv_readers *readers = dkv_readers_open();
     struct dkv_error err;
-    const int fd = make_file(most, false);
-    uint32_t *from = mmap(NULL, most, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    unsigned char *to = malloc(most);
     (void)state;
-    assert_true(from != MAP_FAILED && to != NULL);
-    for (uint32_t i = 0; i < most / sizeof(*from); i++)
-        from[i] = i * 2654435761u;
-    for (size_t i = 0; i < sizeof(sizes) / sizeof(sizes[0]); i++)
-        for (uint64_t offset = 0; offset < 5000; offset += 4099) {
-            memset(to, 0, most);
-            assert_int_equal(dkv_readers_read(readers, fd, offset, to, sizes[i], &err), DKV_OK);
-            assert_true(memcmp(to, (const char *)from + offset, sizes[i]) == 0);
-            assert_int_equal(to[sizes[i]], 0);
+    for (int alone = 0; alone < 2; alone++)
+        for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
+            struct tasks tasks = {0};
+            const enum dkv_status status = dkv_readers_run(alone ? NULL : readers, mark_task,
+                                                           &tasks, counts[i], &err);
+            assert_int_equal(status, counts[i] >= 100 ? DKV_E_INVALID : DKV_OK);
+            for (uint64_t task = 0; task < 1000; task++)
+                assert_int_equal(tasks.seen[task], task < counts[i]);
         }
-    munmap(from, most);
-    assert_int_equal(ftruncate(fd, 20 << 20), 0);
-    assert_int_equal(dkv_readers_read(readers, fd, 0, to, 30 << 20, &err), DKV_E_INVALID);
-    assert_int_equal(dkv_readers_read(readers, fd, 0, to, 20 << 20, &err), DKV_OK);
+    struct tasks tasks = {0};
+    if (readers != NULL)
+        assert_int_equal(dkv_readers_run(readers, meet, &tasks, 2, &err), DKV_OK);
     dkv_readers_close(readers);
-    free(to);
-    close(fd);
+}
+
+/* Caches above what threads read together, no two tokens alike: read by copying and in place they
+ * have one answer, dense, with a token's heads side by side, and in pages in any order. */
+static void large_loose_memory_is_read_whole_in_every_layout(void **state)
+{
+    enum { MANY = 70000, BIG_PAGE = 64, BIG_PAGES = (MANY + BIG_PAGE - 1) / BIG_PAGE };
+    const uint64_t row = DIM * sizeof(float), q_bytes = Q_BYTES;
+    const uint64_t kv_bytes = (uint64_t)BIG_PAGES * BIG_PAGE * KV_HEADS * row;
+    const uint64_t all_bytes = q_bytes + 2 * kv_bytes;
+    int32_t table[BIG_PAGES];
+    struct world world;
+    int fds[2];
+    (void)state;
+    assert_true(MANY * KV_HEADS * row > DKV_READERS_FROM);
+    assert_true(MANY * row < DKV_READERS_FROM); /* one head alone is not */
+    open_world(&world, NULL);
+    for (uint32_t i = 0; i < BIG_PAGES; i++)
+        table[i] = (int32_t)(i * 613u % BIG_PAGES); /* a prime that does not divide it */
+    for (int sealed = 0; sealed <= 1; sealed++) {
+        fds[sealed] = make_file(all_bytes, sealed);
+        float *map = mmap(NULL, all_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fds[sealed], 0);
+        assert_true(map != MAP_FAILED);
+        uint32_t seed = 5;
+        for (uint64_t i = 0; i < all_bytes / sizeof(float); i++) {
+            seed = seed * 1664525u + 1013904223u;
+            map[i] = (float)(seed >> 8) / (float)(1u << 24) - 0.5f;
+        }
+        munmap(map, all_bytes);
+    }
+    for (int layout = 0; layout < 3; layout++) {
+        int32_t keep[2][KV_HEADS * KEEP];
+        for (int sealed = 0; sealed <= 1; sealed++) {
+            struct dkv_loan *loan = lend(&world, fds[sealed], 0, all_bytes);
+            assert_int_equal(loan->loose, !sealed);
+            struct dkv_block block = dense_block(dkv_loan_base(loan));
+            block.n_tokens = MANY;
+            block.key = (struct dkv_view){.base = dkv_loan_base(loan),
+                                          .bytes = all_bytes,
+                                          .offset = q_bytes,
+                                          .token_stride = (int64_t)row,
+                                          .head_stride = (int64_t)(MANY * row),
+                                          .dtype = DKV_FP32};
+            if (layout > 0) {
+                block.key.token_stride = (int64_t)(KV_HEADS * row);
+                block.key.head_stride = (int64_t)row;
+            }
+            if (layout == 2) {
+                block.page_tokens = BIG_PAGE;
+                block.key.page_stride = (int64_t)(BIG_PAGE * KV_HEADS * row);
+                block.table = (struct dkv_page_table){
+                    .entries = table, .n_entries = BIG_PAGES, .entry_bytes = 4};
+            }
+            block.value = block.key;
+            block.value.offset += kv_bytes;
+            struct dkv_job *job = make_job(&world, &block, loan);
+            if (run(&world, job) != DKV_OK)
+                fail_msg("%s", job->error.text);
+            memcpy(keep[sealed], job->keep, sizeof(keep[sealed]));
+            dkv_job_free(job);
+            give_back(&world, loan);
+        }
+        assert_memory_equal(keep[0], keep[1], sizeof(keep[0]));
+    }
+    close(fds[0]);
+    close(fds[1]);
+    close_world(&world);
 }
 
 static void what_is_no_memory_or_too_small_is_refused(void **state)
@@ -612,7 +693,8 @@ int main(int argc, char **argv)
         cmocka_unit_test(lent_memory_has_the_same_answer_as_sent_memory),
         cmocka_unit_test(pages_are_found_wherever_they_lie),
         cmocka_unit_test(a_file_cut_short_fails_its_own_request_alone),
-        cmocka_unit_test(readers_read_every_byte_once),
+        cmocka_unit_test(readers_do_every_task_once_and_together),
+        cmocka_unit_test(large_loose_memory_is_read_whole_in_every_layout),
         cmocka_unit_test(what_is_no_memory_or_too_small_is_refused),
         cmocka_unit_test(a_loan_lasts_until_its_last_job_has_ended),
         cmocka_unit_test(clients_that_vanish_leave_nothing_behind),
