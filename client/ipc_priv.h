@@ -3,7 +3,8 @@
  *   ipc.c           the connection: opened, lost, driven
  *   ipc_send.c      requests on their way: carriers, their attempts, copied bytes
  *   ipc_receive.c   what the daemon says
- *   ipc_objects.c   regions, caches and stashes that the daemon knows by number
+ *   ipc_objects.c   what the daemon knows by number, and buffers, the first kind of it
+ *   ipc_cache.c     caches and stashes, the others
  *   ipc_message.c   a call's blocks as a message
  *   ipc_prompt.c    a prompt as a message
  *   ipc_result.c    an answer back into a result
@@ -171,9 +172,40 @@ void dkv_ipc_send_fini(struct dkv_transport *t);
 /* Reads and handles what is there; may disconnect. */
 void dkv_ipc_receive(struct dkv_transport *t);
 
-/* ---- ipc_objects.c ---- */
+/* ---- ipc_cache.c ---- */
 
 extern const struct dkv_transport_objects dkv_ipc_objects;
+
+/* Tell the daemon, if it knows all the buffers. What finds no room is tried again. */
+void dkv_ipc_cache_send(struct dkv_transport *t, struct dropkv_cache *cache);
+void dkv_ipc_stash_send(struct dkv_transport *t, struct dropkv_stash *stash);
+void dkv_ipc_cache_free(struct dropkv_cache *cache);
+
+/* ---- ipc_objects.c ---- */
+
+void dkv_ipc_object_add(struct dkv_transport *t, enum dkv_ipc_kind kind,
+                        struct dkv_ipc_object *object);
+void dkv_ipc_object_unlink(struct dkv_transport *t, enum dkv_ipc_kind kind,
+                           struct dkv_ipc_object *object);
+
+/* Sends the message that registers it; takes the bulk, which may be NULL. */
+enum dkv_status dkv_ipc_object_send(struct dkv_transport *t, struct dkv_ipc_object *object,
+                                    uint8_t type, size_t payload_bytes, struct dkv_ipc_bulk *bulk,
+                                    uint64_t bulk_bytes);
+
+/* Tells the daemon that its number is no longer used. */
+void dkv_ipc_object_drop(struct dkv_transport *t, uint8_t type,
+                         const struct dkv_ipc_object *object);
+
+/* Finds the region of something that lies in a buffer. False: not yet, or never (`refused`). */
+bool dkv_ipc_object_find(const struct dkv_transport *t, struct dkv_ipc_object *object,
+                         const struct dropkv_buffer *buffer, const char *what,
+                         uint32_t *number_out);
+
+enum dkv_status dkv_ipc_detach(struct dkv_transport *t, const struct dropkv_buffer *buffer,
+                               int64_t deadline_ns, struct dkv_error *err);
+enum dkv_status dkv_ipc_attach(struct dkv_transport *t, const struct dropkv_buffer *buffer,
+                               struct dkv_error *err);
 
 enum dkv_status dkv_ipc_add_buffer(struct dkv_transport *t, const struct dropkv_buffer *buffer,
                                    bool writable, struct dkv_error *err);

@@ -339,6 +339,51 @@ static void sink_logits_of_a_cache_are_each_layers_own(void **unused)
     close_world(&world);
 }
 
+/* The wire has them behind one another: keys and values of each layer, in this order. */
+static void scales_of_a_cache_are_each_layers_and_heads_own(void **unused)
+{
+    static uint8_t quantised[LAYERS][2][KV_HEADS][TOKENS][DIM];
+    struct world world = open_world();
+    struct dropkv_layer where[LAYERS];
+    struct dropkv_cache_layout layout = base_layout();
+    float scales[LAYERS][2][KV_HEADS];
+    struct dkv_random random;
+    (void)unused;
+    dkv_random_init(&random, 31);
+    dkv_random_normal(&random, DKV_F8_E4M3, quantised, sizeof(quantised));
+    world.more = dkv_test_buffer(world.client, sizeof(quantised), false);
+    memcpy(dropkv_buffer_data(world.more), quantised, sizeof(quantised));
+    for (int l = 0; l < LAYERS; l++) {
+        where[l].key = (struct dropkv_view){.buffer = world.more,
+                                            .offset = (size_t)l * sizeof(quantised[0]),
+                                            .dtype = DROPKV_F8_E4M3,
+                                            .token_stride = DIM,
+                                            .head_stride = TOKENS * DIM};
+        where[l].value = where[l].key;
+        where[l].value.offset += sizeof(quantised[0][0]);
+        for (int i = 0; i < 2 * KV_HEADS; i++)
+            (&scales[l][0][0])[i] = 0.25f + (float)(l * 2 * KV_HEADS + i);
+    }
+    layout.head_scales = &scales[0][0][0];
+    struct dropkv_prompt prompt = make_prompt(&world);
+    prompt.cache = add_cache(&world, &layout, where);
+    prompt.want_scores = 1;
+    struct dropkv_result *result = ask(&world, &prompt);
+    for (int l = 0; l < LAYERS; l++) {
+        struct dropkv_request r = plain_request(l, 1);
+        r.key = (struct dropkv_tensor){
+            .data = quantised[l][0], .dtype = DROPKV_F8_E4M3, .head_scales = scales[l][0]};
+        r.value = (struct dropkv_tensor){
+            .data = quantised[l][1], .dtype = DROPKV_F8_E4M3, .head_scales = scales[l][1]};
+        struct dropkv_result *wanted = dkv_test_expect(&r);
+        assert_memory_equal(result->scores + l * KV_HEADS * TOKENS, wanted->scores,
+                            KV_HEADS * TOKENS * sizeof(float));
+        dropkv_result_free(wanted);
+    }
+    dropkv_result_free(result);
+    close_world(&world);
+}
+
 static void an_answer_goes_where_the_caller_wants_it(void **unused)
 {
     enum { AT = 64, BYTES = LAYERS * KV_HEADS * (KEEP + TOKENS) * 4 };
@@ -538,6 +583,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_prompt_has_the_answers_of_its_layers),
         cmocka_unit_test(pages_are_found_by_a_table_of_either_kind),
         cmocka_unit_test(sink_logits_of_a_cache_are_each_layers_own),
+        cmocka_unit_test(scales_of_a_cache_are_each_layers_and_heads_own),
         cmocka_unit_test(an_answer_goes_where_the_caller_wants_it),
         cmocka_unit_test(nothing_is_read_before_the_fence),
         cmocka_unit_test(a_detached_buffer_is_let_go_of_and_comes_back),

@@ -79,6 +79,13 @@ static void vmm(struct wire_sample *s)
         s->bytes += dkv_wire_put_chunk(s->payload + s->bytes, &chunks[i]);
 }
 
+static void named(struct wire_sample *s)
+{
+    const struct dkv_wire_region m = {
+        .kind = DKV_WIRE_REGION_SHM_NAME, .offset = 64, .bytes = 65536, .handle = "kv0"};
+    s->bytes = dkv_wire_put_region(s->payload, &m);
+}
+
 static void object(struct wire_sample *s)
 {
     const struct dkv_wire_object m = {.object = 77, .generation = 3};
@@ -285,6 +292,7 @@ static const struct {
     {DKV_WIRE_DONE, object},
     {DKV_WIRE_RESULT, result},
     {DKV_WIRE_ERROR, error},
+    {DKV_WIRE_REGION_ADD, named},
 };
 
 void wire_sample(unsigned i, struct wire_sample *sample)

@@ -6,7 +6,7 @@
 
 #include "proto/wire.h"
 
-#define N_WIRE_SAMPLES 21
+#define N_WIRE_SAMPLES 22
 
 struct wire_sample {
     unsigned type;
