@@ -48,6 +48,7 @@ struct dkv_engine {
     const struct dkv_cpu_ops *ops;
     struct dkv_threads *crew;
     unsigned threads;
+    char model[64];        /* asked once: under a hypervisor each CPUID costs microseconds */
     struct buffer shared;  /* a head */
     struct buffer *wholes; /* [threads] a head each */
     struct buffer *tiles;  /* [threads] tile and selection scratch */
@@ -109,6 +110,7 @@ static enum dkv_status cpu_open(const struct dkv_engine_config *config,
         return dkv_error_set(err, DKV_E_NOMEM, "cpu engine: no memory");
     engine->ops = dkv_cpu_ops_choose(dkv_cpu_flags());
     engine->threads = threads;
+    dkv_cpu_model(engine->model, sizeof(engine->model));
     engine->scratch_bytes = engine->scratch_peak_bytes = sizeof(*engine);
     engine->wholes = calloc(threads, sizeof(*engine->wholes));
     engine->tiles = calloc(threads, sizeof(*engine->tiles));
@@ -127,16 +129,14 @@ static enum dkv_status cpu_open(const struct dkv_engine_config *config,
 
 static void cpu_info(const struct dkv_engine *engine, struct dkv_engine_info *info_out)
 {
-    char model[64];
-    dkv_cpu_model(model, sizeof(model));
     *info_out = (struct dkv_engine_info){
         .threads = engine->threads,
         .scratch_bytes = engine->scratch_bytes,
         .scratch_peak_bytes = engine->scratch_peak_bytes,
     };
     snprintf(info_out->backend, sizeof(info_out->backend), "cpu/%s", engine->ops->name);
-    snprintf(info_out->device, sizeof(info_out->device), "%s, %u thread%s", model, engine->threads,
-             engine->threads == 1 ? "" : "s");
+    snprintf(info_out->device, sizeof(info_out->device), "%s, %u thread%s", engine->model,
+             engine->threads, engine->threads == 1 ? "" : "s");
 }
 
 /* The part of a thread's tile buffer that selection uses, behind the tile. */
