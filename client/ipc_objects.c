@@ -188,8 +188,65 @@ bool dkv_ipc_objects_settled(const struct dkv_transport *t)
     return true;
 }
 
+/* ---- objects that go before they have come ---- */
+
+static void send_drop(struct dkv_transport *t, uint8_t type, uint32_t number)
+{
+    uint8_t payload[8];
+    uint64_t id;
+    dkv_wire_put_object(payload, &(struct dkv_wire_object){number, 0});
+    (void)dkv_ipc_send(t, type, payload, sizeof(payload), &id);
+}
+
+/* The message that registers it is on its way: its number, once it is known, is dropped. */
+static void drop_later(struct dkv_transport *t, uint8_t type, uint64_t add_id)
+{
+    struct dkv_ipc_leaving *leaving = malloc(sizeof(*leaving));
+    if (leaving == NULL)
+        return; /* the daemon has it until the connection ends */
+    *leaving = (struct dkv_ipc_leaving){t->leaving, add_id, type};
+    t->leaving = leaving;
+}
+
+/* `number` 0: the daemon refused it. */
+static bool drop_now(struct dkv_transport *t, uint64_t add_id, uint32_t number)
+{
+    struct dkv_ipc_leaving **at = &t->leaving;
+    while (*at != NULL && (*at)->add_id != add_id)
+        at = &(*at)->next;
+    struct dkv_ipc_leaving *leaving = *at;
+    if (leaving == NULL)
+        return false;
+    *at = leaving->next;
+    if (number != 0)
+        send_drop(t, leaving->type, number);
+    free(leaving);
+    return true;
+}
+
+static void forget_leaving(struct dkv_transport *t)
+{
+    while (t->leaving != NULL) {
+        struct dkv_ipc_leaving *leaving = t->leaving;
+        t->leaving = leaving->next;
+        free(leaving);
+    }
+}
+
+/* Where there is no room now the number stays the daemon's until the connection ends. */
+void dkv_ipc_object_drop(struct dkv_transport *t, uint8_t type, const struct dkv_ipc_object *object)
+{
+    if (object->number != 0)
+        send_drop(t, type, object->number);
+    else if (object->add_id != 0)
+        drop_later(t, type, object->add_id);
+}
+
+/* ---- what the daemon answers ---- */
+
 void dkv_ipc_objects_forget(struct dkv_transport *t)
 {
+    forget_leaving(t);
     for (int kind = 0; kind < DKV_IPC_KINDS; kind++)
         for (struct dkv_ipc_object *o = t->objects[kind]; o != NULL; o = o->next) {
             o->number = 0;
@@ -202,6 +259,8 @@ void dkv_ipc_objects_forget(struct dkv_transport *t)
 
 void dkv_ipc_objects_done(struct dkv_transport *t, uint64_t id, uint32_t number)
 {
+    if (drop_now(t, id, number))
+        return;
     for (int kind = 0; kind < DKV_IPC_KINDS; kind++)
         for (struct dkv_ipc_object *o = t->objects[kind]; o != NULL; o = o->next) {
             if (o->add_id == id) {
@@ -215,6 +274,8 @@ void dkv_ipc_objects_done(struct dkv_transport *t, uint64_t id, uint32_t number)
 
 bool dkv_ipc_objects_refused(struct dkv_transport *t, uint64_t id, const struct dkv_error *why)
 {
+    if (drop_now(t, id, 0))
+        return true;
     for (int kind = 0; kind < DKV_IPC_KINDS; kind++)
         for (struct dkv_ipc_object *o = t->objects[kind]; o != NULL; o = o->next) {
             if (kind == DKV_IPC_REGION && as_region(o)->detach_id == id) {
@@ -246,18 +307,6 @@ enum dkv_status dkv_ipc_add_buffer(struct dkv_transport *t, const struct dropkv_
     region->writable = writable;
     dkv_ipc_object_add(t, DKV_IPC_REGION, &region->object);
     return DKV_OK;
-}
-
-/* Tells the daemon that an object's number is no longer used. Where there is no room now the number
- * stays the daemon's until the connection ends. */
-void dkv_ipc_object_drop(struct dkv_transport *t, uint8_t type, const struct dkv_ipc_object *object)
-{
-    uint8_t payload[8];
-    uint64_t id;
-    if (object->number == 0)
-        return;
-    dkv_wire_put_object(payload, &(struct dkv_wire_object){object->number, 0});
-    (void)dkv_ipc_send(t, type, payload, sizeof(payload), &id);
 }
 
 void dkv_ipc_remove_buffer(struct dkv_transport *t, const struct dropkv_buffer *buffer)
@@ -333,6 +382,7 @@ enum dkv_status dkv_ipc_attach(struct dkv_transport *t, const struct dropkv_buff
 void dkv_ipc_objects_fini(struct dkv_transport *t)
 {
     struct dkv_ipc_object *o;
+    forget_leaving(t);
     while ((o = t->objects[DKV_IPC_CACHE]) != NULL) {
         t->objects[DKV_IPC_CACHE] = o->next;
         dkv_ipc_cache_free((struct dropkv_cache *)(void *)o);

@@ -83,6 +83,13 @@ struct dropkv_stash {
     const struct dropkv_buffer *buffer;
 };
 
+/* Something that was removed while the message that registers it was on its way. */
+struct dkv_ipc_leaving {
+    struct dkv_ipc_leaving *next;
+    uint64_t add_id;
+    uint8_t type; /* of the message that drops it */
+};
+
 /* A message that asks for an answer, ready to send. */
 struct dkv_ipc_request {
     uint8_t type;
@@ -110,6 +117,7 @@ struct dkv_transport {
     bool skipping;           /* a bulk that nobody wants */
 
     struct dkv_ipc_object *objects[DKV_IPC_KINDS];
+    struct dkv_ipc_leaving *leaving;
     struct dkv_ipc_bulk *first_bulk, **last_bulk; /* the connection's */
     uint64_t n_bulks;
     struct dkv_ipc_bulk *idle_bulks;

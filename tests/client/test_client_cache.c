@@ -562,6 +562,36 @@ static void what_is_removed_while_it_is_used_is_still_answered(void **unused)
     close_world(&world);
 }
 
+/* The daemon is stopped, so the answer to the registration cannot have come. Were it forgotten, the
+ * daemon's 256 places for regions would soon be taken. */
+static void what_is_removed_before_it_is_registered_leaves_nothing(void **unused)
+{
+    enum { TIMES = 300, BYTES = LAYERS * KV_HEADS * KEEP * 4 };
+    struct world world = open_world();
+    struct dropkv_error error;
+    uint64_t id;
+    (void)unused;
+    struct dropkv_prompt prompt = make_prompt(&world);
+    dropkv_result_free(ask(&world, &prompt));
+    for (int i = 0; i < TIMES; i++) {
+        kill(dkv_test_daemon_pid, SIGSTOP);
+        struct dropkv_buffer *buffer = dkv_test_buffer(world.client, 4096, false);
+        assert_int_equal(dropkv_submit_prompt(world.client, &prompt, &id, &error), DROPKV_OK);
+        dropkv_client_remove_buffer(world.client, buffer);
+        dropkv_buffer_free(buffer);
+        assert_int_equal(dropkv_cancel(world.client, id), DROPKV_OK);
+        kill(dkv_test_daemon_pid, SIGCONT);
+        assert_int_equal(dropkv_health(world.client, 0, &error), DROPKV_OK);
+    }
+    world.more = dkv_test_buffer(world.client, BYTES, true);
+    prompt.output = world.more;
+    prompt.output_bytes = BYTES;
+    struct dropkv_result *result = ask(&world, &prompt);
+    assert_layers(result, 0, LAYERS, NULL);
+    dropkv_result_free(result);
+    close_world(&world);
+}
+
 static int begin(void **unused)
 {
     struct dkv_random random;
@@ -590,6 +620,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_new_daemon_is_told_of_everything),
         cmocka_unit_test(what_is_wrong_is_told_by_name),
         cmocka_unit_test(what_is_removed_while_it_is_used_is_still_answered),
+        cmocka_unit_test(what_is_removed_before_it_is_registered_leaves_nothing),
     };
     if (argc != 2)
         return 2;
