@@ -174,7 +174,7 @@ void dkv_handle_metrics(struct dkv_exchange *exchange)
         .spans = server->traces.n_spans,
         .spans_lost = server->traces.n_lost,
         .ready = is_ready(server),
-        .draining = server->draining,
+        .draining = server->leaving,
     };
     FILE *out = open_memstream(&text, &n_bytes);
     if (out != NULL) {

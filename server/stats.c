@@ -141,8 +141,7 @@ static json_t *our_part(const struct dkv_server *server, const struct dkv_backen
     const uint64_t now_ns = dkv_clock_ns();
     json_t *part = json_pack("{s:s, s:f, s:b, s:b, s:b}", "version", DKV_VERSION, "uptime_s",
                              (double)(now_ns - server->begun_ns) * 1e-9, "ready", ready, "draining",
-                             server->draining || server->leaving, "keep_sets",
-                             server->streams.strips);
+                             server->leaving, "keep_sets", server->streams.strips);
     json_object_set_new(part, "devices", devices(info));
     json_object_set_new(part, "queue", queue(info));
     json_object_set_new(part, "streams", streams(&server->streams, now_ns / 1000000));
