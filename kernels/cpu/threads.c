@@ -22,7 +22,7 @@
 #include <stdlib.h>
 #include <time.h>
 
-#define LOOK_NS    INT64_C(30000)
+#define LOOK_NS    INT64_C(100000)
 #define LOOK_TURNS 64 /* between two looks at the clock */
 
 struct dkv_threads {
