@@ -1,7 +1,7 @@
 #!/bin/sh
 # Installs the Debian or Ubuntu packages that the project needs, where they are missing.
 #
-# usage: packages.sh build|test|deb...
+# usage: packages.sh build|test|deb|extra...
 #
 # Nothing is touched when everything is there, so it works without network and without root then.
 set -eu
@@ -9,6 +9,10 @@ set -eu
 build_packages="gcc libc6-dev meson ninja-build pkg-config libmicrohttpd-dev libuv1-dev
     libjansson-dev libcurl4-openssl-dev libpopt-dev"
 test_packages="g++ clang libclang-rt-14-dev clang-format libcmocka-dev python3 python3-venv mandoc jq curl haproxy"
+
+# Tests that skip without them: a browser for the status page, promtool for the metrics. Installing
+# prometheus starts it as a service where there is systemd.
+extra_packages="chromium prometheus"
 
 deb_packages="debhelper dpkg-dev lintian debootstrap systemd-container buildah"
 
@@ -18,7 +22,8 @@ for group in "$@"; do
     build) wanted="$wanted $build_packages" ;;
     test) wanted="$wanted $test_packages" ;;
     deb) wanted="$wanted $deb_packages" ;;
-    *) echo "packages.sh: unknown group '$group': build, test or deb" >&2; exit 64 ;;
+    extra) wanted="$wanted $extra_packages" ;;
+    *) echo "packages.sh: unknown group '$group': build, test, deb or extra" >&2; exit 64 ;;
     esac
 done
 

@@ -347,6 +347,16 @@ enum dkv_status dkv_config_check_reach(const struct dkv_config *config, bool loo
     return DKV_OK;
 }
 
+/* Longer names could be opened, but not be told to workers. */
+static enum dkv_status check_path(const char *field, const char *path, struct dkv_error *err)
+{
+    const size_t n = strlen(path);
+    if (n < DKV_LOG_PATH_BYTES)
+        return DKV_OK;
+    return dkv_error_set(err, DKV_E_INVALID, "%s: %zu characters, at most %d are allowed", field, n,
+                         DKV_LOG_PATH_BYTES - 1);
+}
+
 enum dkv_status dkv_config_check(const struct dkv_config *config, struct dkv_error *err)
 {
     if (config->max_queue_bytes != 0 && config->max_body_bytes > config->max_queue_bytes)
@@ -361,6 +371,9 @@ enum dkv_status dkv_config_check(const struct dkv_config *config, struct dkv_err
             (unsigned long long)config->max_json_bytes, (unsigned long long)config->max_body_bytes);
     struct dkv_admission_config limits;
     if (check_devices(config, err) != DKV_OK)
+        return DKV_E_INVALID;
+    if (check_path("log_file", config->log_file, err) != DKV_OK ||
+        check_path("trace_file", config->trace_file, err) != DKV_OK)
         return DKV_E_INVALID;
     if (dkv_backend_limits(config, &limits, err) != DKV_OK)
         return DKV_E_INVALID;

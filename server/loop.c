@@ -275,7 +275,12 @@ static void stop(struct life *life)
 int dkv_server_run(struct dkv_config_state *state, int argc, const char **argv)
 {
     const struct dkv_config *config = &state->config;
-    struct life life = {.server = {.config = config, .state = state, .argc = argc, .argv = argv}};
+    struct life life = {.server = {.config = config,
+                                   .state = state,
+                                   .argc = argc,
+                                   .argv = argv,
+                                   .request_log = {.burst = DKV_REQUEST_LINES_PER_S,
+                                                   .per_s = DKV_REQUEST_LINES_PER_S}}};
     struct dkv_error err = {0};
     signal(SIGPIPE, SIG_IGN);
     if (*config->cpu_mask != '\0')

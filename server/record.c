@@ -4,7 +4,6 @@
 #include "server/clock.h"
 
 #define FIELDS_MAX       16u
-#define LINES_PER_S      1000u /* of requests: beyond, they are counted instead of written */
 #define NOTABLE_OUTCOMES (1u << DKV_OUTCOME_BUSY | 1u << DKV_OUTCOME_TIMEOUT)
 
 /* Stages that it never reached are 0. */
@@ -73,6 +72,8 @@ static void write_line(struct dkv_server *server, const struct dkv_record *recor
     add_text(&fields, "stream", stream_of(record));
     add_text(&fields, "client", record->client);
     add_text(&fields, "id", record->id);
+    if (record->session != 0)
+        add_number(&fields, "session", record->session);
     add_text(&fields, "traceparent", record->trace != NULL ? record->trace->text : NULL);
     if (job != NULL && job->n_stored_tokens > 0) {
         add_number(&fields, "blocks", job->request.n_blocks);
@@ -143,8 +144,6 @@ void dkv_record_end(struct dkv_server *server, const struct dkv_record *record)
     const enum dkv_outcome outcome = dkv_outcome_of(record->status);
     const struct dkv_timing timing = timing_of(record);
     server->n_records++;
-    if (server->request_log.burst == 0)
-        server->request_log = (struct dkv_log_limit){.burst = LINES_PER_S, .per_s = LINES_PER_S};
     if (outcome == DKV_OUTCOME_OK)
         dkv_metrics_answer(&server->metrics, record->job, record->transport);
     dkv_metrics_request(&server->metrics, outcome, &timing);

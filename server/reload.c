@@ -191,6 +191,8 @@ static bool reopen_files(struct dkv_server *server)
 static bool reload_tokens(struct dkv_server *server)
 {
     struct dkv_error err = {0};
+    if (*server->config->token_file == '\0')
+        return true;
     const bool ok = dkv_auth_load(&server->auth, server->config->token_file, &err) == DKV_OK;
     if (ok)
         dkv_log(DKV_LOG_INFO, "SIGHUP: %u tokens in force", server->auth.n_tokens);

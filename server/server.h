@@ -16,6 +16,8 @@
 #include "server/streams.h"
 #include "server/trace.h"
 
+#define DKV_REQUEST_LINES_PER_S 1000u /* at debug: beyond, lines are counted instead of written */
+
 struct dkv_http;
 struct dkv_shm;
 struct dkv_sessions;

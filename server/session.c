@@ -66,17 +66,22 @@ void dkv_session_end(struct dkv_session *session)
     struct dkv_wire_conn *conn = session->conn;
     if (conn == NULL)
         return;
+    struct dkv_server *server = session->all->server;
     session->conn = NULL;
     uv_close((uv_handle_t *)&session->poll, free_session);
     uv_close((uv_handle_t *)&session->timer, free_session);
     dkv_wire_conn_close(conn); /* before what its bulks point into */
     dkv_session_drop_asks(session);
     dkv_backend_client_put(session->client);
-    dkv_session_free_objects(session);
+    const unsigned n_regions = dkv_session_free_objects(session);
     free_outbox(session);
     dkv_list_remove(&session->node);
     session->all->n_sessions--;
-    session->all->server->metrics.connections_closed[DKV_TRANSPORT_SOCKET]++;
+    server->metrics.connections_closed[DKV_TRANSPORT_SOCKET]++;
+    server->metrics.regions_released[DKV_RELEASE_DISCONNECT] += n_regions;
+    if (dkv_log_may(&server->request_log, DKV_LOG_DEBUG))
+        dkv_log(DKV_LOG_DEBUG, "session %llu: ended, %u regions it had left are released",
+                (unsigned long long)session->number, n_regions);
 }
 
 /* ---- sending ---- */

@@ -184,6 +184,7 @@ static void refuse(struct dkv_session *session, uint64_t id, const struct dkv_er
         .transport = DKV_TRANSPORT_SOCKET,
         .status = err->status,
         .error = err->text,
+        .session = session->number,
     };
     dkv_record_end(session->all->server, &record);
     dkv_session_send_error(session, id, err, 0);
@@ -235,6 +236,7 @@ static void count_answer(const struct dkv_ask *ask)
         .transport = DKV_TRANSPORT_SOCKET,
         .status = ask->error.status,
         .error = ask->error.text,
+        .session = ask->session != NULL ? ask->session->number : 0,
         .job = ask->job,
         .started_ns = ask->started_ns,
     };

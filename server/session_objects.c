@@ -392,12 +392,13 @@ static void free_slots(struct dkv_slots *slots)
     *slots = (struct dkv_slots){0};
 }
 
-void dkv_session_free_objects(struct dkv_session *session)
+unsigned dkv_session_free_objects(struct dkv_session *session)
 {
+    unsigned n_regions = 0;
     for (uint32_t i = 0; session->regions.slots != NULL && i < session->regions.n; i++)
         if (session->regions.slots[i].number != 0) {
             free(dkv_region_abandon(session->regions.slots[i].object));
-            session->all->server->metrics.regions_released[DKV_RELEASE_DISCONNECT]++;
+            n_regions++;
         }
     for (uint32_t i = 0; session->caches.slots != NULL && i < session->caches.n; i++)
         if (session->caches.slots[i].number != 0)
@@ -410,4 +411,5 @@ void dkv_session_free_objects(struct dkv_session *session)
     free_slots(&session->regions);
     free_slots(&session->caches);
     free_slots(&session->stashes);
+    return n_regions;
 }

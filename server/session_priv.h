@@ -127,9 +127,9 @@ void *dkv_slots_find(const struct dkv_slots *slots, uint32_t number);
 /* Handles one message about an object; true if it was one. Sends its answer. */
 bool dkv_session_handle_object(struct dkv_session *session,
                                const struct dkv_wire_conn_message *message);
-void dkv_session_cache_received(struct dkv_session *session); /* its bulk is here */
-void dkv_session_free_objects(struct dkv_session *session);
-void dkv_cache_unref(struct dkv_cache *cache); /* NULL is fine */
+void dkv_session_cache_received(struct dkv_session *session);   /* its bulk is here */
+unsigned dkv_session_free_objects(struct dkv_session *session); /* how many regions it had */
+void dkv_cache_unref(struct dkv_cache *cache);                  /* NULL is fine */
 
 /* ---- session_ask.c ---- */
 

@@ -30,6 +30,9 @@ static void let_in(struct dkv_sessions *all, int fd)
     } else if (dkv_session_new(all, fd, uid == geteuid(), &err) != DKV_OK) {
         dkv_log_limited(&server->client_log, DKV_LOG_WARN, "socket: a client is turned away: %s",
                         err.text);
+    } else if (dkv_log_may(&server->request_log, DKV_LOG_DEBUG)) {
+        dkv_log(DKV_LOG_DEBUG, "session %llu: user %u has connected",
+                (unsigned long long)all->n_ever, uid);
     }
 }
 

@@ -80,6 +80,9 @@ class Lines(Folder):
                 if text != "(end of log)":
                     json.loads(text)
         self.assertEqual((line["level"], line["outcome"], line["transport"]), ("debug", "ok", "socket"))
+        self.assertEqual(line["session"], 1)
+        self.assertTrue(any("session 1: user %d has connected" % os.getuid() in text for text in daemon.log))
+        self.assertTrue(any("session 1: ended, 0 regions" in text for text in daemon.log))
         self.assertEqual((line["stream"], line["blocks"], line["tokens"], line["kept"]), ("s.1", 1, 16, 8))
         for name in ("queue_us", "device_us", "total_us", "bytes"):
             self.assertIsInstance(line[name], int)
@@ -175,6 +178,13 @@ class Journal(Folder):
         self.assertTrue(answered["DROPKV_TOTAL_US"].isdigit())
         started = next(e for e in received if e["MESSAGE"].startswith("listening on"))
         self.assertEqual(started["PRIORITY"], "6")
+
+    def test_a_name_that_is_too_long_is_refused_before_the_start(self):
+        for option in ("--log-file", "--trace-file"):
+            result = subprocess.run([DROPKVD, "--check-config", option, "/tmp/" + "x" * 300],
+                                    capture_output=True, text=True, timeout=60)
+            self.assertEqual(result.returncode, 78)
+            self.assertIn("_file: 305 characters, at most 255 are allowed", result.stderr)
 
     def test_a_journal_that_is_not_there_is_said_at_start(self):
         result = subprocess.run([DROPKVD, "--log-format", "journald", "--log-file", self.path("none")],
