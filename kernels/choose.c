@@ -22,13 +22,15 @@ static size_t rounded(size_t bytes)
     return (bytes + 63) & ~(size_t)63;
 }
 
-size_t dkv_choice_bytes(uint32_t heads, uint64_t n)
+size_t dkv_choice_bytes(uint32_t heads, uint64_t n, bool chunks)
 {
     const size_t count = (size_t)heads * n;
-    return 2 * rounded(count * sizeof(double)) + 3 * rounded(count);
+    return (chunks ? 3 : 2) * rounded(count * sizeof(double)) + 3 * rounded(count) +
+           rounded(heads * sizeof(uint64_t));
 }
 
-void dkv_choice_place(struct dkv_choice_work *work, uint32_t heads, uint64_t n, void *memory)
+void dkv_choice_place(struct dkv_choice_work *work, uint32_t heads, uint64_t n, bool chunks,
+                      void *memory)
 {
     const size_t count = (size_t)heads * n;
     uint8_t *at = memory;
@@ -41,6 +43,10 @@ void dkv_choice_place(struct dkv_choice_work *work, uint32_t heads, uint64_t n, 
     work->token_class = at;
     at += rounded(count);
     work->kept = at;
+    at += rounded(count);
+    work->counts = (uint64_t *)(void *)at;
+    at += rounded(heads * sizeof(uint64_t));
+    work->unit_raw = chunks ? (double *)(void *)at : NULL;
 }
 
 /* ---- pooling: select.h's, in double ---- */
@@ -124,12 +130,12 @@ static void classify_head(const struct dkv_select_spec *spec, const uint8_t *fla
 
 /* ---- ranking ---- */
 
-/* Units that are ranked together: [heads][n]. */
+/* Units (tokens or chunks) that are ranked together: n of each head, `stride` from head to head. */
 struct ranked {
     const double *pooled, *raw;
     const uint8_t *token_class;
     uint32_t heads;
-    uint64_t n;
+    uint64_t n, stride;
 };
 
 struct cut {
@@ -151,21 +157,21 @@ static inline uint64_t key_of(double x)
  * key. True if nothing below needs to be looked at: all that have it are kept. */
 static bool narrow(const struct ranked *units, struct cut *cut, bool raw)
 {
-    const uint64_t count = units->heads * units->n;
     const double *scores = raw ? units->raw : units->pooled;
     uint64_t prefix = 0;
     for (unsigned high = 64; high > 0;) {
         const unsigned low = high > DIGIT_BITS ? high - DIGIT_BITS : 0;
         const uint64_t mask = (UINT64_C(1) << (high - low)) - 1;
         uint64_t bins[N_BINS] = {0};
-        for (uint64_t i = 0; i < count; i++) {
-            if (units->token_class[i] != (uint8_t)cut->token_class ||
-                (raw && key_of(units->pooled[i]) != cut->pooled))
-                continue;
-            const uint64_t key = key_of(scores[i]);
-            if (high == 64 || key >> high == prefix >> high)
-                bins[key >> low & mask]++;
-        }
+        for (uint32_t h = 0; h < units->heads; h++)
+            for (uint64_t i = h * units->stride; i < h * units->stride + units->n; i++) {
+                if (units->token_class[i] != (uint8_t)cut->token_class ||
+                    (raw && key_of(units->pooled[i]) != cut->pooled))
+                    continue;
+                const uint64_t key = key_of(scores[i]);
+                if (high == 64 || key >> high == prefix >> high)
+                    bins[key >> low & mask]++;
+            }
         uint64_t bin = mask;
         while (bins[bin] < cut->ties)
             cut->ties -= bins[bin--];
@@ -181,10 +187,10 @@ static bool narrow(const struct ranked *units, struct cut *cut, bool raw)
 /* kept[] of all units: 1 for the k best, 1 <= k <= units. */
 static void keep_best(const struct ranked *units, uint64_t k, uint8_t *kept)
 {
-    const uint64_t count = units->heads * units->n;
     uint64_t counts[N_CLASSES] = {0};
-    for (uint64_t i = 0; i < count; i++)
-        counts[units->token_class[i]]++;
+    for (uint32_t h = 0; h < units->heads; h++)
+        for (uint64_t t = 0; t < units->n; t++)
+            counts[units->token_class[h * units->stride + t]]++;
     struct cut cut = {.token_class = CLASS_PROTECTED, .ties = k};
     while (cut.ties > counts[cut.token_class]) {
         cut.ties -= counts[cut.token_class];
@@ -196,7 +202,7 @@ static void keep_best(const struct ranked *units, uint64_t k, uint8_t *kept)
         cut.ties = UINT64_MAX;
     for (uint64_t t = 0; t < units->n; t++)
         for (uint32_t h = 0; h < units->heads; h++) {
-            const uint64_t i = h * units->n + t;
+            const uint64_t i = h * units->stride + t;
             const uint64_t pooled = key_of(units->pooled[i]), raw = key_of(units->raw[i]);
             bool keep = units->token_class[i] > (uint8_t)cut.token_class;
             if (units->token_class[i] == (uint8_t)cut.token_class) {
@@ -213,28 +219,192 @@ static void keep_best(const struct ranked *units, uint64_t k, uint8_t *kept)
         }
 }
 
-/* ---- the whole ---- */
+/* ---- chunks ---- */
 
-static struct ranked head_of(const struct dkv_choice *choice, const struct dkv_choice_work *work,
-                             uint32_t h)
+/* The chunk of token t, counted from the one that token 0 is in. */
+static inline uint64_t unit_of(const struct dkv_choice *choice, uint64_t t)
+{
+    const uint64_t first = (uint64_t)choice->spec.first_index;
+    return (first + t) / choice->chunk - first / choice->chunk;
+}
+
+static uint64_t unit_count(const struct dkv_choice *choice)
+{
+    return unit_of(choice, choice->spec.n - 1) + 1;
+}
+
+/* Sums a head's tokens up to chunks, in place; a chunk is of the best class of its tokens. */
+static void gather_chunks(const struct dkv_choice *choice, const struct dkv_choice_work *work,
+                          uint32_t h)
 {
     const uint64_t n = choice->spec.n;
-    return (struct ranked){work->pooled + h * n, work->raw + h * n, work->token_class + h * n, 1,
-                           n};
+    double *pooled = work->pooled + h * n, *unit_raw = work->unit_raw + h * n;
+    const double *raw = work->raw + h * n;
+    uint8_t *token_class = work->token_class + h * n;
+    for (uint64_t t = 0; t < n;) {
+        const uint64_t unit = unit_of(choice, t);
+        double pooled_sum = 0.0, raw_sum = 0.0;
+        uint8_t best = CLASS_LOWEST;
+        for (; t < n && unit_of(choice, t) == unit; t++) {
+            pooled_sum += pooled[t];
+            raw_sum += raw[t];
+            best = token_class[t] > best ? token_class[t] : best;
+        }
+        pooled[unit] = pooled_sum;
+        unit_raw[unit] = raw_sum;
+        token_class[unit] = best;
+    }
 }
+
+/* From chunks to tokens again; a chunk's number is never above that of its tokens. */
+static void spread_chunks(const struct dkv_choice *choice, uint8_t *kept)
+{
+    for (uint64_t t = choice->spec.n; t-- > 0;)
+        kept[t] = kept[unit_of(choice, t)];
+}
+
+/* ---- budgets ---- */
+
+/* A block's units. */
+struct deal {
+    const struct dkv_choice *choice;
+    const struct dkv_choice_work *work;
+    uint64_t units;    /* of a head */
+    uint64_t protect;  /* of them, by position */
+    const double *raw; /* of units */
+};
+
+static struct ranked units_of(const struct deal *deal, uint32_t first, uint32_t heads)
+{
+    const uint64_t at = first * deal->choice->spec.n;
+    return (struct ranked){
+        deal->work->pooled + at, deal->raw + at, deal->work->token_class + at, heads, deal->units,
+        deal->choice->spec.n};
+}
+
+/* Units that a head keeps of k tokens. */
+static uint64_t units_for(const struct deal *deal, uint64_t k)
+{
+    const uint64_t tokens = deal->choice->spec.sinks + deal->choice->spec.recent;
+    if (k >= deal->choice->spec.n)
+        return deal->units;
+    return deal->protect + (k > tokens ? (k - tokens) / deal->choice->chunk : 0);
+}
+
+static uint64_t clamp(uint64_t x, uint64_t low, uint64_t high)
+{
+    return x < low ? low : x > high ? high : x;
+}
+
+/* Makes the best `units` of each head safe. */
+static void make_safe(const struct deal *deal, uint64_t units)
+{
+    const uint64_t n = deal->choice->spec.n;
+    for (uint32_t h = 0; h < deal->choice->heads && units > deal->protect; h++) {
+        const struct ranked head = units_of(deal, h, 1);
+        uint8_t *kept = deal->work->kept + h * n;
+        keep_best(&head, units, kept);
+        for (uint64_t u = 0; u < deal->units; u++)
+            if (kept[u])
+                deal->work->token_class[h * n + u] = CLASS_PROTECTED;
+    }
+}
+
+/* Counts of each head among the best of all. */
+static void count_best(const struct deal *deal, uint64_t total)
+{
+    const struct dkv_choice *choice = deal->choice;
+    const struct ranked all = units_of(deal, 0, choice->heads);
+    keep_best(&all, total, deal->work->kept);
+    for (uint32_t h = 0; h < choice->heads; h++) {
+        deal->work->counts[h] = 0;
+        for (uint64_t u = 0; u < deal->units; u++)
+            deal->work->counts[h] += deal->work->kept[h * choice->spec.n + u];
+    }
+}
+
+static void deal_out(const struct deal *deal)
+{
+    const struct dkv_choice *choice = deal->choice;
+    const uint64_t mean = units_for(deal, choice->spec.keep);
+    const uint64_t least = clamp(units_for(deal, choice->min_keep + choice->chunk - 1), 1, mean);
+    uint64_t *counts = deal->work->counts;
+    uint64_t safe = least;
+    switch (choice->mode) {
+    case DKV_HEADS_UNIFORM:
+        for (uint32_t h = 0; h < choice->heads; h++)
+            counts[h] = choice->each != NULL ? units_for(deal, choice->each[h]) : mean;
+        return;
+    case DKV_HEADS_ADAKV_MIX: {
+        const double share = (double)(mean - deal->protect);
+        count_best(deal, choice->heads * mean);
+        for (uint32_t h = 0; h < choice->heads; h++) {
+            const double best = counts[h] > deal->protect ? (double)(counts[h] - deal->protect) : 0;
+            const double mixed = rint((1 - choice->alpha) * best + floor(choice->alpha * share));
+            counts[h] = clamp(deal->protect + (uint64_t)mixed, least, deal->units);
+        }
+        return;
+    }
+    case DKV_HEADS_ADAKV_FLOOR:
+        safe = units_for(deal, (uint64_t)floor(choice->alpha * (double)choice->spec.keep));
+        safe = safe > least ? safe : least;
+        break;
+    case DKV_HEADS_GLOBAL: break;
+    }
+    make_safe(deal, safe);
+    count_best(deal, choice->heads * mean);
+}
+
+void dkv_cake_shares(const double *preferences, size_t n, uint64_t total, uint64_t most,
+                     uint64_t *shares_out)
+{
+    double sum = 0.0;
+    uint64_t dealt = 0;
+    for (size_t l = 0; l < n; l++)
+        sum += preferences[l];
+    for (size_t l = 0; l < n; l++) {
+        const double part = sum > 0 ? preferences[l] / sum : 1.0 / (double)n;
+        const double share = floor(part * (double)total);
+        shares_out[l] = share < (double)most ? (uint64_t)share : most;
+        dealt += shares_out[l];
+    }
+    for (; dealt > total; dealt--) { /* where a product was rounded up to a whole number */
+        size_t largest = 0;
+        for (size_t l = 1; l < n; l++)
+            largest = shares_out[l] > shares_out[largest] ? l : largest;
+        shares_out[largest]--;
+    }
+    /* What truncation and the clip have left, evenly, the remainder to the first layers. */
+    while (dealt < total) {
+        size_t open = 0;
+        for (size_t l = 0; l < n; l++)
+            open += shares_out[l] < most;
+        const uint64_t left = total - dealt, each = left / open;
+        uint64_t remainder = left % open;
+        for (size_t l = 0; l < n; l++) {
+            if (shares_out[l] >= most)
+                continue;
+            const uint64_t more = clamp(each + (remainder > 0), 0, most - shares_out[l]);
+            remainder -= remainder > 0;
+            shares_out[l] += more;
+            dealt += more;
+        }
+    }
+}
+
+/* ---- the whole ---- */
 
 /* criticalkv: what the first stage keeps is safe, and scores become the second stage's. */
 static void second_stage(const struct dkv_choice *choice, const struct dkv_choice_work *work,
-                         uint32_t h, uint64_t k)
+                         const struct ranked *head, uint32_t h)
 {
-    const uint64_t n = choice->spec.n;
+    const uint64_t n = choice->spec.n, half = work->counts[h] / 2;
     const float *weight = choice->weight != NULL ? choice->weight + h * choice->weight_stride
                                                  : NULL;
     double *raw = work->raw + h * n, *pooled = work->pooled + h * n;
     uint8_t *token_class = work->token_class + h * n, *kept = work->kept + h * n;
-    if (k / 2 > 0) {
-        const struct ranked head = head_of(choice, work, h);
-        keep_best(&head, k / 2, kept);
+    if (half > 0) {
+        keep_best(head, half, kept);
         for (uint64_t t = 0; t < n; t++)
             if (kept[t])
                 token_class[t] = CLASS_PROTECTED;
@@ -245,31 +415,50 @@ static void second_stage(const struct dkv_choice *choice, const struct dkv_choic
     }
 }
 
-static int32_t *write_kept(const struct dkv_select_spec *spec, const uint8_t *kept, int32_t *to)
+static uint32_t write_kept(const struct dkv_select_spec *spec, const uint8_t *kept, int32_t *to)
 {
+    uint32_t count = 0;
     for (uint64_t t = 0; t < spec->n; t++)
         if (kept[t])
-            *to++ = spec->first_index + (int32_t)t;
-    return to;
+            to[count++] = spec->first_index + (int32_t)t;
+    return count;
 }
 
 void dkv_choose(const struct dkv_choice *choice, const struct dkv_choice_work *work,
-                int32_t *keep_out)
+                int32_t *keep_out, uint32_t *counts_out)
 {
     const struct dkv_select_spec *spec = &choice->spec;
     const uint64_t n = spec->n;
-    for (uint32_t h = 0; h < choice->heads; h++) {
-        if (h > 0 && choice->one_set && !choice->two_stages) {
-            memcpy(work->kept + h * n, work->kept, n);
-            continue;
-        }
+    const bool chunks = choice->chunk > 1, copies = choice->one_set && !choice->two_stages;
+    const uint32_t heads = copies ? 1 : choice->heads;
+    struct deal deal = {.choice = choice, .work = work, .units = n};
+    for (uint32_t h = 0; h < heads; h++) {
         pool_head(choice, work->raw + h * n, work->pooled + h * n);
         classify_head(spec, work->flags + h * n, work->token_class + h * n);
-        if (choice->two_stages)
-            second_stage(choice, work, h, spec->keep);
-        const struct ranked head = head_of(choice, work, h);
-        keep_best(&head, spec->keep, work->kept + h * n);
+        if (chunks)
+            gather_chunks(choice, work, h);
     }
-    for (uint32_t h = 0; h < choice->heads; h++)
-        keep_out = write_kept(spec, work->kept + h * n, keep_out);
+    deal.raw = chunks ? work->unit_raw : work->raw;
+    deal.protect = spec->sinks + spec->recent;
+    if (chunks) {
+        deal.units = unit_count(choice);
+        deal.protect = (spec->sinks > 0 ? unit_of(choice, spec->sinks - 1) + 1 : 0) +
+                       (spec->recent > 0 ? deal.units - unit_of(choice, n - spec->recent) : 0);
+    }
+    deal_out(&deal);
+    for (uint32_t h = 0; h < choice->heads; h++) {
+        uint8_t *kept = work->kept + h * n;
+        if (h < heads) {
+            const struct ranked head = units_of(&deal, h, 1);
+            if (choice->two_stages)
+                second_stage(choice, work, &head, h);
+            keep_best(&head, work->counts[h], kept);
+            if (chunks)
+                spread_chunks(choice, kept);
+        }
+        const uint32_t count = write_kept(spec, h < heads ? kept : work->kept, keep_out);
+        keep_out += count;
+        if (counts_out != NULL)
+            counts_out[h] = count;
+    }
 }

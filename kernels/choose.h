@@ -4,6 +4,17 @@
  * any sign in double precision and whatever looks at more than one head or at more than scores. The
  * order is the same: class, pooled score, raw score, lower index; across heads then the lower head.
  *
+ * How heads * keep tokens are dealt out (docs/policies.md):
+ *
+ *   uniform      keep each
+ *   global       the best of all heads together, min_keep of each head's own best safe; exact total
+ *   adakv_floor  the same with floor(alpha * keep) safe (kvpress)
+ *   adakv_mix    the heads' counts among the best of all, mixed with the mean: per head
+ *                round((1 - alpha) * count + floor(alpha * mean)) unprotected (authors; rounding
+ * per head moves the total by up to half a token each)
+ *
+ * With chunks everything is counted in chunks, whose scores are sums; protected chunks are kept.
+ *
  * A block's arrays are [heads][n], valid tokens only.
  *
  * Thread  any; no shared state. Never blocks or allocates.
@@ -20,9 +31,14 @@ extern "C" {
 
 struct dkv_choice {
     uint32_t heads;
-    struct dkv_select_spec spec; /* of every head; `keep` is its share */
-    bool any_sign;               /* padding must not win a maximum over negative scores */
-    bool one_set;                /* gqa=layer: `raw` holds the same scores for every head */
+    struct dkv_select_spec spec; /* of every head; `keep` is the mean, or each head's share */
+    enum dkv_heads mode;         /* how heads * keep is dealt out */
+    double alpha;                /* adakv */
+    uint64_t min_keep;           /* tokens of each head, protected ones counted */
+    uint64_t chunk;       /* whole chunks, counted from ordinal 0; sinks and recent are such */
+    const uint64_t *each; /* [heads] tokens of each head, or NULL */
+    bool any_sign;        /* padding must not win a maximum over negative scores */
+    bool one_set;         /* gqa=layer: `raw` holds the same scores for every head */
     bool two_stages; /* criticalkv: half by pooled score, the rest by (pooled + 1e-4) * weight */
     const float *weight; /* [heads][weight_stride], or NULL: 1 */
     uint64_t weight_stride;
@@ -35,15 +51,24 @@ struct dkv_choice_work {
     double *pooled;       /* [heads][n] */
     uint8_t *token_class; /* [heads][n] */
     uint8_t *kept;        /* out: [heads][n], 1: kept */
+    double *unit_raw;     /* [heads][n] of chunks */
+    uint64_t *counts;     /* [heads] units kept of each head */
 };
 
-size_t dkv_choice_bytes(uint32_t heads, uint64_t n);
-void dkv_choice_place(struct dkv_choice_work *work, uint32_t heads, uint64_t n, void *memory);
+size_t dkv_choice_bytes(uint32_t heads, uint64_t n, bool chunks);
+void dkv_choice_place(struct dkv_choice_work *work, uint32_t heads, uint64_t n, bool chunks,
+                      void *memory);
 
-/* Fills `kept`, and keep_out with the indices, head after head, ascending. With two_stages `raw`
- * becomes the score of the second stage. */
+/* Fills `kept`, keep_out with the indices, head after head, ascending, and counts_out [heads] (may
+ * be NULL) with their numbers. With two_stages `raw` becomes the score of the second stage;
+ * `pooled` and `token_class` mean nothing afterwards. */
 void dkv_choose(const struct dkv_choice *choice, const struct dkv_choice_work *work,
-                int32_t *keep_out);
+                int32_t *keep_out, uint32_t *counts_out);
+
+/* CAKE's shares: deals `total` to n layers in proportion to their preferences (finite, >= 0; all 0:
+ * evenly), none above `most`, exactly. n * most >= total. shares_out [n]. */
+void dkv_cake_shares(const double *preferences, size_t n, uint64_t total, uint64_t most,
+                     uint64_t *shares_out);
 
 #ifdef __cplusplus
 }

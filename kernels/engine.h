@@ -21,7 +21,8 @@ extern "C" {
  *
  * block, params, plan   what dkv_request_validate() accepted; borrowed until the batch is done.
  * keep_out    host int32 [kv_heads][plan->keep_tokens], ascending; indices are stored ordinals,
- *             valid_from .. n_tokens-1.
+ *             valid_from .. n_tokens-1. With plan->ragged [plan->keep_capacity]: head after head.
+ * counts_out  host uint32 [kv_heads], for plan->ragged: how many indices each head has.
  * scores_out  host float32 [kv_heads][n_tokens] or NULL: raw scores before pooling, descaled;
  *             0 before valid_from.
  * status, error   written by the engine. On anything but DKV_OK the outputs are undefined and only
@@ -35,6 +36,7 @@ struct dkv_item {
     const struct dkv_params *params;
     const struct dkv_plan *plan;
     int32_t *keep_out;
+    uint32_t *counts_out;
     float *scores_out;
     enum dkv_status status;
     struct dkv_error error;

@@ -73,7 +73,8 @@ void dkv_params_init(struct dkv_params *params)
 
 static enum dkv_status wrong_type(const struct dkv_param_row *row, struct dkv_error *err)
 {
-    static const char *const wanted[] = {"one of", "a whole number", "a number", "a text of"};
+    static const char *const wanted[] = {"one of", "a whole number", "a number", "a text of",
+                                         "a text of"};
     return dkv_error_set(err, DKV_E_INVALID, "%s: wrong type, needs %s %s", row->info.name,
                          wanted[row->field], row->info.range);
 }
@@ -92,6 +93,12 @@ static enum dkv_status set_word(const struct dkv_param_row *row, unsigned *field
                          dkv_show_name(shown, word), row->info.range);
 }
 
+/* Longest text of a field. */
+static size_t text_max(const struct dkv_param_row *row)
+{
+    return row->field == DKV_FIELD_LIST ? DKV_LIST_TEXT_MAX : DKV_STREAM_NAME_MAX;
+}
+
 static enum dkv_status set_field(struct dkv_params *params, const struct dkv_param_row *row,
                                  const struct dkv_value *value, struct dkv_error *err)
 {
@@ -99,6 +106,10 @@ static enum dkv_status set_field(struct dkv_params *params, const struct dkv_par
 
     switch (row->field) {
     case DKV_FIELD_WORD:
+        if (value->kind == DKV_VALUE_BOOL && strcmp(row->words[0], "false") == 0) {
+            *(unsigned *)field = value->boolean;
+            return DKV_OK;
+        }
         if (value->kind != DKV_VALUE_STRING)
             return wrong_type(row, err);
         return set_word(row, field, value->string, err);
@@ -112,11 +123,12 @@ static enum dkv_status set_field(struct dkv_params *params, const struct dkv_par
             return wrong_type(row, err);
         *(double *)field = value->kind == DKV_VALUE_INT ? (double)value->integer : value->real;
         return DKV_OK;
-    case DKV_FIELD_TEXT: break;
+    case DKV_FIELD_TEXT:
+    case DKV_FIELD_LIST: break;
     }
     if (value->kind != DKV_VALUE_STRING)
         return wrong_type(row, err);
-    if (strlen(value->string) > DKV_STREAM_NAME_MAX)
+    if (strlen(value->string) > text_max(row))
         return dkv_error_set(err, DKV_E_INVALID, "%s: %zu bytes long, needs %s", row->info.name,
                              strlen(value->string), row->info.range);
     strcpy(field, value->string);
@@ -229,7 +241,8 @@ struct dkv_value dkv_params_get(const struct dkv_params *params, enum dkv_param_
     case DKV_FIELD_WORD: value.string = word_or_unknown(id, *(const unsigned *)field); break;
     case DKV_FIELD_INT: value.integer = *(const int64_t *)field; break;
     case DKV_FIELD_REAL: value.real = *(const double *)field; break;
-    case DKV_FIELD_TEXT: value.string = field; break;
+    case DKV_FIELD_TEXT:
+    case DKV_FIELD_LIST: value.string = field; break;
     }
     return value;
 }
@@ -257,17 +270,29 @@ static void fill_from_profile(struct dkv_params *filled, const struct dkv_params
     filled->reduce = defaults->reduce;
     filled->sinks = defaults->sinks;
     filled->recent = defaults->recent;
+    filled->heads = defaults->heads;
+    filled->counts_protected = !defaults->on_top;
+    if (defaults->granularity > 0)
+        filled->granularity = defaults->granularity;
 }
 
 void dkv_params_resolve(struct dkv_params *params)
 {
-    struct dkv_params filled = {
-        .set = params->set, .keep_ratio = DEFAULT_KEEP_RATIO, .ema_alpha = 0.3, .gamma = 200};
+    struct dkv_params filled = {.set = params->set,
+                                .keep_ratio = DEFAULT_KEEP_RATIO,
+                                .ema_alpha = 0.3,
+                                .gamma = 200,
+                                .alpha = 0.2,
+                                .beta = 20,
+                                .tau1 = 1,
+                                .tau2 = 1,
+                                .min_keep = 1,
+                                .granularity = 1};
 
     fill_from_profile(&filled, params);
     for (size_t i = 0; i < DKV_PARAM_COUNT; i++) {
         static const size_t bytes[] = {sizeof(unsigned), sizeof(int64_t), sizeof(double),
-                                       DKV_STREAM_NAME_MAX + 1};
+                                       DKV_STREAM_NAME_MAX + 1, DKV_LIST_TEXT_MAX + 1};
         if (dkv_params_has(params, (enum dkv_param_id)i))
             memcpy(field_of(&filled, &dkv_param_rows[i]),
                    const_field_of(params, &dkv_param_rows[i]), bytes[dkv_param_rows[i].field]);
@@ -319,10 +344,31 @@ static enum dkv_status check_text(const struct dkv_param_row *row, const char *t
                          row->info.range);
 }
 
+bool dkv_params_list(const char *text, uint32_t *numbers_out, size_t max, size_t *count_out)
+{
+    size_t count = 0;
+
+    for (const char *at = text; *at != '\0'; count++) {
+        uint64_t number = 0;
+        const char *digits = at;
+        for (; *at >= '0' && *at <= '9' && number <= INT32_MAX; at++)
+            number = 10 * number + (uint64_t)(*at - '0');
+        if (at == digits || number > INT32_MAX || (*at != ',' && *at != '\0') ||
+            (*at == ',' && at[1] == '\0'))
+            return false;
+        if (count < max)
+            numbers_out[count] = (uint32_t)number;
+        at += *at == ',';
+    }
+    *count_out = count;
+    return true;
+}
+
 static enum dkv_status check_field(const struct dkv_params *params, const struct dkv_param_row *row,
                                    struct dkv_error *err)
 {
     const void *field = const_field_of(params, row);
+    size_t count;
 
     switch (row->field) {
     case DKV_FIELD_WORD:
@@ -331,6 +377,10 @@ static enum dkv_status check_field(const struct dkv_params *params, const struct
         return DKV_OK;
     case DKV_FIELD_INT: return check_int(row, *(const int64_t *)field, err);
     case DKV_FIELD_REAL: return check_real(row, *(const double *)field, err);
+    case DKV_FIELD_LIST:
+        if (dkv_params_list(field, NULL, 0, &count))
+            return DKV_OK;
+        return dkv_error_set(err, DKV_E_INVALID, "%s: not %s", row->info.name, row->info.range);
     case DKV_FIELD_TEXT: break;
     }
     return check_text(row, field, err);
@@ -341,7 +391,7 @@ static bool optional(enum dkv_param_id id)
 {
     return id == DKV_PARAM_TOTAL_TOKENS || id == DKV_PARAM_MAX_KEEP_TOKENS ||
            id == DKV_PARAM_SCALE || id == DKV_PARAM_STREAM || id == DKV_PARAM_WINDOW ||
-           id == DKV_PARAM_RECENT;
+           id == DKV_PARAM_RECENT || id == DKV_PARAM_N_LAYERS;
 }
 
 static enum dkv_status check_one_budget(const struct dkv_params *params, struct dkv_error *err)
@@ -376,6 +426,15 @@ static enum dkv_status check_policy(const struct dkv_params *params, struct dkv_
         return dkv_error_set(err, DKV_E_INVALID, "p_round: input is not possible with restkv");
     if (params->policy == DKV_POLICY_KVZIP && params->gqa != DKV_GQA_MAX)
         return dkv_error_set(err, DKV_E_INVALID, "gqa: kvzip takes max alone");
+    if (params->policy == DKV_POLICY_H2O && params->gqa == DKV_GQA_MAX)
+        return dkv_error_set(err, DKV_E_INVALID, "gqa: max is not possible with h2o");
+    if (params->gqa == DKV_GQA_LAYER && params->heads != DKV_HEADS_UNIFORM)
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "heads: one set for the layer (gqa=layer) needs uniform");
+    if (params->layers == DKV_LAYERS_CAKE && params->policy != DKV_POLICY_CAKE &&
+        params->policy != DKV_POLICY_SNAPKV)
+        return dkv_error_set(err, DKV_E_INVALID, "layers: cake needs policy cake or snapkv, not %s",
+                             policy->name);
     return DKV_OK;
 }
 

@@ -28,6 +28,7 @@ extern "C" {
 #define DKV_BLOCKS_MAX      4096u  /* blocks of one request */
 #define DKV_PAGE_TOKENS_MAX 65536u
 #define DKV_STREAM_NAME_MAX 64u
+#define DKV_LIST_TEXT_MAX   1536u /* bytes of per_layer and per_head */
 
 enum dkv_profile { DKV_PROFILE_PAPER = 0, DKV_PROFILE_AUTHOR, DKV_PROFILE_KVPRESS };
 /* proto/policy.h says what each needs, kernels/policies/ what it computes. */
@@ -63,6 +64,13 @@ enum dkv_reduce {
     DKV_REDUCE_EMA,       /* of the rows' terms, the newest row with weight ema_alpha */
     DKV_REDUCE_EMA_FIRST, /* of the rows' probabilities, before anything else is done to them */
 };
+enum dkv_heads {
+    DKV_HEADS_UNIFORM = 0,
+    DKV_HEADS_ADAKV_MIX,
+    DKV_HEADS_ADAKV_FLOOR,
+    DKV_HEADS_GLOBAL
+};
+enum dkv_layers { DKV_LAYERS_UNIFORM = 0, DKV_LAYERS_PYRAMID, DKV_LAYERS_CAKE, DKV_LAYERS_FIXED };
 enum dkv_anchor { DKV_ANCHOR_NORMALISED = 0, DKV_ANCHOR_PLAIN };
 
 /* Bits of dkv_params.set, one per field below. */
@@ -97,6 +105,18 @@ enum dkv_param_id {
     DKV_PARAM_GAMMA,
     DKV_PARAM_ANCHOR,
     DKV_PARAM_SEED,
+    DKV_PARAM_HEADS,
+    DKV_PARAM_ALPHA,
+    DKV_PARAM_LAYERS,
+    DKV_PARAM_BETA,
+    DKV_PARAM_TAU1,
+    DKV_PARAM_TAU2,
+    DKV_PARAM_N_LAYERS,
+    DKV_PARAM_PER_LAYER,
+    DKV_PARAM_PER_HEAD,
+    DKV_PARAM_MIN_KEEP,
+    DKV_PARAM_COUNTS_PROTECTED,
+    DKV_PARAM_GRANULARITY,
     DKV_PARAM_COUNT,
 };
 
@@ -132,6 +152,18 @@ struct dkv_params {
     double gamma;           /* weight of the variance (cake) */
     enum dkv_anchor anchor; /* keydiff: the mean of normalised keys or of the keys as they are */
     int64_t seed;           /* random */
+
+    enum dkv_heads heads;   /* how a layer's budget is dealt to its KV heads */
+    double alpha;           /* adakv: share that every head has in any case */
+    enum dkv_layers layers; /* how a request's budget is dealt to its blocks, which are layers */
+    double beta;            /* pyramid: the last layer has 1/beta of the mean */
+    double tau1, tau2;      /* cake: exponents 1/tau of entropy and variance */
+    int64_t n_layers;       /* of the model, where a request has only some; unset: its blocks */
+    char per_layer[DKV_LIST_TEXT_MAX + 1]; /* fixed: "512,256,..." tokens */
+    char per_head[DKV_LIST_TEXT_MAX + 1];
+    int64_t min_keep;          /* of each head, protected tokens counted */
+    unsigned counts_protected; /* 1: the budget holds the protected tokens too */
+    int64_t granularity;       /* whole chunks of so many tokens are kept */
 };
 
 /* Nothing set. */
@@ -172,6 +204,10 @@ enum dkv_status dkv_params_set_text(struct dkv_params *params, const char *name,
 
 /* The value of a parameter, as dkv_params_set() takes it; `string` points into `params`. */
 struct dkv_value dkv_params_get(const struct dkv_params *params, enum dkv_param_id id);
+
+/* The numbers of a list "512,256,...": counts them, each 0..2^31-1, and writes up to `max`. False
+ * for any other text; an empty one has none. */
+bool dkv_params_list(const char *text, uint32_t *numbers_out, size_t max, size_t *count_out);
 
 /* True if the caller named this parameter. */
 static inline bool dkv_params_has(const struct dkv_params *params, enum dkv_param_id id)

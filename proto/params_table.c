@@ -21,6 +21,9 @@ static const char *const nonfinite_words[] = {"error", "mask", NULL};
 static const char *const reduce_words[] = {"sum", "mean",      "mean_seen", "max",
                                            "ema", "ema_first", NULL};
 static const char *const anchor_words[] = {"normalised", "plain", NULL};
+static const char *const heads_words[] = {"uniform", "adakv_mix", "adakv_floor", "global", NULL};
+static const char *const layers_words[] = {"uniform", "pyramid", "cake", "fixed", NULL};
+static const char *const counts_protected_words[] = {"false", "true", NULL};
 
 /* Counts of tokens may exceed what a block can hold (a budget larger than the prompt keeps it all),
  * but not what an index can name. */
@@ -47,6 +50,15 @@ static const char *const anchor_words[] = {"normalised", "plain", NULL};
                         lo,                                                            \
                         hi,                                                            \
                         or_zero}
+#define LIST(ID, member, help)                                                                 \
+    [DKV_PARAM_##ID] = {{DKV_PARAM_##ID, #member, DKV_VALUE_STRING,                            \
+                         "numbers of 0.." COUNT_RANGE " with commas between", "tokens", help}, \
+                        DKV_FIELD_LIST,                                                        \
+                        offsetof(struct dkv_params, member),                                   \
+                        NULL,                                                                  \
+                        0,                                                                     \
+                        0,                                                                     \
+                        false}
 #define INT(ID, member, lo, hi, range, unit, help) \
     NUMBER(ID, member, DKV_VALUE_INT, DKV_FIELD_INT, lo, hi, false, range, unit, help)
 #define REAL(ID, member, lo, hi, or_zero, range, help) \
@@ -119,6 +131,29 @@ const struct dkv_param_row dkv_param_rows[DKV_PARAM_COUNT] = {
          "What keys are compared with: the mean of normalised keys, or the plain mean (keydiff)."),
     INT(SEED, seed, 0, TIMEOUT_MAX, "0.." TIMEOUT_RANGE, "",
         "Which of the random orders (random)."),
+    WORD(HEADS, heads, "uniform | adakv_mix | adakv_floor | global",
+         "How a layer's budget is dealt to its KV heads; all but uniform give ragged answers."),
+    REAL(ALPHA, alpha, 0, 1, false, "0..1",
+         "Share of the budget that every head has in any case (adakv_mix, adakv_floor)."),
+    WORD(LAYERS, layers, "uniform | pyramid | cake | fixed",
+         "How the budget is dealt to the blocks of a request, which are layers."),
+    REAL(BETA, beta, 1, 1e6, false, "1..1e6",
+         "layers=pyramid: the last layer has 1/beta of the mean."),
+    REAL(TAU1, tau1, 0.01, 100, false, "0.01..100",
+         "layers=cake: the entropy's exponent is 1/tau1."),
+    REAL(TAU2, tau2, 0.01, 100, false, "0.01..100",
+         "layers=cake: the variance's exponent is 1/tau2."),
+    INT(N_LAYERS, n_layers, 1, DKV_BLOCKS_MAX, "1..4096", "",
+        "Layers of the model where a request has some of them: its first is `layer`."),
+    LIST(PER_LAYER, per_layer, "layers=fixed: the budget of each layer."),
+    LIST(PER_HEAD, per_head,
+         "layers=fixed: the budget of each KV head, of one layer for all or of every layer."),
+    INT(MIN_KEEP, min_keep, 1, COUNT_MAX, "1.." COUNT_RANGE, "tokens",
+        "What every KV head keeps at least, protected tokens counted."),
+    WORD(COUNTS_PROTECTED, counts_protected, "false | true",
+         "Whether the budget holds the protected tokens; else they come on top."),
+    INT(GRANULARITY, granularity, 1, DKV_PAGE_TOKENS_MAX, "1..65536", "tokens",
+        "Keep whole chunks of so many tokens, for paged caches."),
 };
 /* clang-format on */
 

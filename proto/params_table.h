@@ -9,7 +9,7 @@
 
 #include "proto/params.h"
 
-enum dkv_field { DKV_FIELD_WORD, DKV_FIELD_INT, DKV_FIELD_REAL, DKV_FIELD_TEXT };
+enum dkv_field { DKV_FIELD_WORD, DKV_FIELD_INT, DKV_FIELD_REAL, DKV_FIELD_TEXT, DKV_FIELD_LIST };
 
 struct dkv_param_row {
     struct dkv_param_info info;

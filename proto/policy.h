@@ -44,6 +44,9 @@ struct dkv_policy_defaults {
     enum dkv_reduce reduce;
     int64_t sinks;
     int64_t recent; /* or DKV_RECENT_* */
+    enum dkv_heads heads;
+    bool on_top;         /* counts_protected=false */
+    int64_t granularity; /* 0: 1 */
 };
 
 struct dkv_policy_info {

@@ -1,4 +1,4 @@
-/* The single gate.
+/* The single gate. Budgets are worked out in request_budget.c.
  *
  * It reads a request top down (parameters, then each block's shape, types, views and budget) and
  * stops at the first thing it cannot accept. What it learns on the way goes into the plan, so that
@@ -9,6 +9,7 @@
 #include "proto/request.h"
 
 #include "proto/policy.h"
+#include "proto/request_budget.h"
 
 #include <math.h>
 #include <string.h>
@@ -114,16 +115,6 @@ static enum dkv_status does_not_fit(const struct dkv_view *view, const struct ex
 static uint64_t entries_needed(const struct extent *want)
 {
     return (want->tokens - 1) / want->page_tokens + 1;
-}
-
-static uint64_t min_u64(uint64_t a, uint64_t b)
-{
-    return a < b ? a : b;
-}
-
-static uint64_t max_u64(uint64_t a, uint64_t b)
-{
-    return a > b ? a : b;
 }
 
 /* Without a table the pages are known here: all but the last are full, the last holds the rest. */
@@ -343,7 +334,7 @@ static enum dkv_status check_extras(const struct dkv_block *block, const struct 
     return DKV_OK;
 }
 
-/* ---- Window and budget ---------------------------------------------------------------------- */
+/* ---- Window ---------------------------------------------------------------------- */
 
 static enum dkv_status plan_window(const struct dkv_block *block, const struct dkv_params *params,
                                    struct dkv_plan *plan, struct dkv_error *err)
@@ -363,74 +354,29 @@ static enum dkv_status plan_window(const struct dkv_block *block, const struct d
     return DKV_OK;
 }
 
-/* What the budget alone asks for: 0..n. In double arithmetic, one form never turned into another,
- * so that floor(100 * 0.29) is 28 and floor(100 * (1 - 0.9)) is 9, as callers will compute it. */
-static uint64_t budget_tokens(const struct dkv_params *params, uint64_t n)
-{
-    double k;
-
-    if (dkv_params_has(params, DKV_PARAM_KEEP_TOKENS))
-        return min_u64((uint64_t)params->keep_tokens, n);
-    if (dkv_params_has(params, DKV_PARAM_COMPRESSION_RATIO)) {
-        k = floor((double)n * (1 - params->compression_ratio));
-    } else {
-        const bool based = dkv_params_has(params, DKV_PARAM_TOTAL_TOKENS);
-        k = floor(params->keep_ratio * (based ? (double)params->total_tokens : (double)n));
-    }
-    return k < (double)n ? (uint64_t)k : n;
-}
-
-static enum dkv_status plan_budget(const struct dkv_params *params, struct dkv_plan *plan,
-                                   struct dkv_error *err)
-{
-    const uint64_t n = plan->n_valid;
-    const bool capped = dkv_params_has(params, DKV_PARAM_MAX_KEEP_TOKENS);
-    const uint64_t cap = capped ? min_u64((uint64_t)params->max_keep_tokens, n) : n;
-    const uint64_t budget = min_u64(budget_tokens(params, n), cap);
-    const bool whole = n <= (uint64_t)params->window; /* nothing lies before the window */
-    uint64_t k = budget, recent = (uint64_t)params->recent;
-
-    if (params->recent == DKV_RECENT_HALF)
-        recent = budget / 2;
-    else if (params->window == 0 && !dkv_params_has(params, DKV_PARAM_RECENT) && recent == 0 &&
-             dkv_policy_info(params->policy)->profiles[params->profile].recent == DKV_RECENT_WINDOW)
-        recent = plan->window;
-    plan->sinks = min_u64((uint64_t)params->sinks, n);
-    plan->recent = min_u64(recent, n - plan->sinks);
-    const uint64_t protect = plan->sinks + plan->recent;
-
-    if (params->on_conflict == DKV_CONFLICT_ERROR && budget < protect && !whole)
-        return dkv_error_set(err, DKV_E_INVALID,
-                             "on_conflict: a budget of %llu tokens is below the %llu protected",
-                             (unsigned long long)budget, (unsigned long long)protect);
-    if (params->on_conflict == DKV_CONFLICT_PROTECT)
-        k = max_u64(k, protect);
-    k = min_u64(whole ? n : max_u64(k, 1), cap);
-
-    plan->keep_tokens = k;
-    plan->keep_all = k == n;
-    plan->sinks = min_u64(plan->sinks, k); /* where k does not cover them: sinks first, ... */
-    plan->recent = min_u64(plan->recent, k - plan->sinks); /* ... then the newest */
-    return DKV_OK;
-}
-
 /* A KV head's scores, none below 0, are all that dkv_select() looks at. */
 static bool needs_general(const struct dkv_block *block, const struct dkv_params *params)
 {
     return dkv_policy_info(params->policy)->any_sign || params->gqa == DKV_GQA_LAYER ||
            params->policy == DKV_POLICY_CRITICALKV || params->policy == DKV_POLICY_STREAMING ||
            params->policy == DKV_POLICY_RANDOM || block->carry_in != NULL ||
-           block->value_metric != NULL;
+           block->value_metric != NULL || params->heads != DKV_HEADS_UNIFORM ||
+           params->granularity > 1 || params->layers == DKV_LAYERS_CAKE ||
+           params->per_head[0] != '\0';
 }
 
 /* ---- The gate ------------------------------------------------------------------------------- */
 
-static enum dkv_status judge_block(const struct dkv_block *block, const struct dkv_params *params,
+static enum dkv_status judge_block(const struct dkv_request *request, uint32_t index,
                                    struct dkv_plan *plan, struct dkv_error *err)
 {
+    const struct dkv_block *block = &request->blocks[index];
+    const struct dkv_params *params = &request->params;
     enum dkv_status status;
 
     memset(plan, 0, sizeof(*plan));
+    plan->index = index;
+    plan->n_blocks = request->n_blocks;
     if ((status = check_shape(block, plan, err)) != DKV_OK ||
         (status = check_dtypes(block, params, err)) != DKV_OK ||
         (status = check_sink_logits(block, err)) != DKV_OK ||
@@ -439,7 +385,7 @@ static enum dkv_status judge_block(const struct dkv_block *block, const struct d
         (status = plan_window(block, params, plan, err)) != DKV_OK)
         return status;
     plan->general = needs_general(block, params);
-    return plan_budget(params, plan, err);
+    return dkv_plan_budget(block, params, plan, err);
 }
 
 enum dkv_status dkv_request_validate(const struct dkv_request *request, struct dkv_plan *plans_out,
@@ -454,15 +400,13 @@ enum dkv_status dkv_request_validate(const struct dkv_request *request, struct d
     if (status != DKV_OK)
         return status;
     for (uint32_t i = 0; i < request->n_blocks; i++) {
-        status = judge_block(&request->blocks[i], &request->params, &plan, &why);
+        status = judge_block(request, i, &plan, &why);
         if (status != DKV_OK && request->n_blocks > 1)
             return dkv_error_set(err, status, "block %u: %s", i, why.text);
         if (status != DKV_OK)
             return dkv_error_set(err, status, "%s", why.text);
     }
-    for (uint32_t i = 0; i < request->n_blocks; i++) {
-        (void)judge_block(&request->blocks[i], &request->params, &plans_out[i], NULL);
-        plans_out[i].index = i;
-    }
+    for (uint32_t i = 0; i < request->n_blocks; i++)
+        (void)judge_block(request, i, &plans_out[i], NULL);
     return DKV_OK;
 }

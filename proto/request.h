@@ -25,13 +25,16 @@ struct dkv_request {
 struct dkv_plan {
     uint32_t group;         /* g = q_heads / kv_heads */
     uint32_t index;         /* of the block in its request */
+    uint32_t n_blocks;      /* of the request */
     uint32_t window;        /* w = min(window, q_rows, n_valid): rows used per query head */
     uint64_t first_row;     /* q_rows - w: the first of them */
     uint64_t n_valid;       /* n_tokens - valid_from */
     uint32_t v_dim;         /* resolved */
     uint64_t sinks;         /* protected first valid tokens; sinks + recent <= n_valid */
     uint64_t recent;        /* protected last tokens */
-    uint64_t keep_tokens;   /* k, per KV head: 1..n_valid */
+    uint64_t keep_tokens;   /* k, per KV head: 1..n_valid; if ragged the mean that is dealt out */
+    uint64_t keep_capacity; /* indices that the answer may have: kv_heads * k unless ragged */
+    bool ragged;            /* heads or layers may keep different numbers of tokens */
     bool keep_all;          /* the answer is every valid token: score only if scores are wanted */
     bool general;           /* selection needs more than one head's scores, scores of any sign, or
                                optional tensors: not for engines that know dkv_select() alone */
@@ -57,6 +60,11 @@ struct dkv_plan {
  */
 enum dkv_status dkv_request_validate(const struct dkv_request *request, struct dkv_plan *plans_out,
                                      struct dkv_error *err);
+
+/* What a budget of one KV head comes to after protection, caps and whole chunks: for layers=fixed
+ * with per_head, whose numbers the engine reads again. `plan` is the gate's. */
+uint64_t dkv_plan_head_tokens(const struct dkv_block *block, const struct dkv_params *params,
+                              const struct dkv_plan *plan, uint32_t head);
 
 #ifdef __cplusplus
 }

@@ -43,6 +43,7 @@ static size_t put_param(uint8_t *out, enum dkv_param_id id, const struct dkv_val
     out[0] = (uint8_t)id;
     out[1] = (uint8_t)value->kind;
     out[2] = (uint8_t)bytes;
+    out[3] = (uint8_t)(bytes >> 8);
     switch (value->kind) {
     case DKV_VALUE_INT: bits = (uint64_t)value->integer; break;
     case DKV_VALUE_BOOL: bits = value->boolean; break;
@@ -99,7 +100,7 @@ static enum dkv_status get_value(const uint8_t *in, unsigned kind, size_t length
 enum dkv_status dkv_wire_get_params(const uint8_t *in, size_t bytes, struct dkv_params *params,
                                     struct dkv_error *err)
 {
-    char word[DKV_STREAM_NAME_MAX + 1];
+    char word[DKV_LIST_TEXT_MAX + 1];
 
     for (size_t at = 0; at < bytes;) {
         if (bytes - at < RECORD_BYTES)
@@ -108,7 +109,7 @@ enum dkv_status dkv_wire_get_params(const uint8_t *in, size_t bytes, struct dkv_
         const size_t length = in[at + 2] | (size_t)in[at + 3] << 8;
         const bool is_word = kind == DKV_VALUE_STRING;
         if ((in[at + 4] | in[at + 5] | in[at + 6] | in[at + 7]) != 0 || kind > DKV_VALUE_STRING ||
-            (is_word ? length > DKV_STREAM_NAME_MAX : length != 8))
+            (is_word ? length > DKV_LIST_TEXT_MAX : length != 8))
             return dkv_error_set(err, DKV_E_MALFORMED, "params: record at %zu is broken", at);
         at += RECORD_BYTES;
         if (padded(length) > bytes - at)

@@ -66,6 +66,10 @@ static void count_outputs(struct dkv_job *job)
 
 enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct dkv_error *err)
 {
+    for (uint32_t i = 0; i < job->request.n_blocks; i++)
+        if (job->plans[i].ragged)
+            return dkv_error_set(err, DKV_E_UNSUPPORTED,
+                                 "heads, layers: answers of unequal length are not sent yet");
     count_outputs(job);
     const uint64_t n_bytes = job->n_keep * sizeof(*job->keep) +
                              job->n_scores * sizeof(*job->scores);

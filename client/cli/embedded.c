@@ -134,6 +134,11 @@ static enum dkv_status embedded_submit(struct dkv_transport *t, struct dkv_job *
     if (c == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a request");
     const struct dkv_call *call = &job->call;
+    if (call->plans[0].ragged) {
+        free(c);
+        return dkv_error_set(err, DKV_E_UNSUPPORTED,
+                             "heads, layers: answers of unequal length are not given yet");
+    }
     enum dkv_status status = dkv_result_reserve(
         job->result, call->request.n_blocks, call->blocks[0].kv_heads, call->blocks[0].n_tokens,
         call->plans[0].keep_tokens, call->request.want_scores, err);

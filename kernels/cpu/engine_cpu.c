@@ -21,6 +21,7 @@
 #include "kernels/cpu/threads.h"
 #include "kernels/select.h"
 
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 
@@ -54,6 +55,9 @@ struct dkv_engine {
     struct buffer *tiles;  /* [threads] tile and selection scratch */
     struct buffer general; /* of the block with plan->general that is being answered */
     struct dkv_choice_work general_work; /* in it */
+    double *entropy, *variance; /* layers=cake: [kv_heads] of the block at work; else NULL */
+    double preferences[DKV_BLOCKS_MAX];
+    uint64_t shares[DKV_BLOCKS_MAX];
     uint64_t scratch_bytes, scratch_peak_bytes;
     struct head_task tasks[TASKS_MAX];
 };
@@ -153,11 +157,15 @@ static void select_and_finish(const struct dkv_engine *engine, const struct dkv_
     const struct dkv_item *item = head->item;
     if (item->plan->general) {
         dkv_general_take(&engine->general_work, head);
+        if (engine->entropy != NULL)
+            dkv_head_spread(head, &engine->entropy[head->index], &engine->variance[head->index]);
         return;
     }
     const struct dkv_select_spec spec = dkv_select_spec_of(item->block, item->params, item->plan);
     dkv_select(&spec, head->raw, head->flags, select_scratch(engine, head, thread),
                item->keep_out + (uint64_t)head->index * item->plan->keep_tokens);
+    if (item->plan->ragged) /* by layer alone */
+        item->counts_out[head->index] = (uint32_t)item->plan->keep_tokens;
     dkv_head_finish(head);
 }
 
@@ -303,6 +311,29 @@ static bool needs_scoring(const struct dkv_item *item)
     return item->status == DKV_OK && (!item->plan->keep_all || item->scores_out != NULL);
 }
 
+/* The items of a request with layers=cake, all of which must be here. */
+static bool layers_are_here(const struct dkv_item *items, size_t n_items)
+{
+    const uint32_t n_layers = items->plan->n_blocks;
+    if (items->plan->index != 0 || n_layers > n_items)
+        return false;
+    for (uint32_t l = 0; l < n_layers; l++)
+        if (items[l].plan->index != l || items[l].plan->n_blocks != n_layers ||
+            items[l].params->layers != DKV_LAYERS_CAKE || items[l].status != DKV_OK)
+            return false;
+    return true;
+}
+
+/* layers=cake: the scores of all layers are kept, since what the last one says decides what the
+ * first may keep. The layers are the items of one request. */
+static size_t layers_bytes(const struct dkv_item *items)
+{
+    size_t bytes = 0;
+    for (uint32_t l = 0; l < items->plan->n_blocks; l++)
+        bytes += dkv_general_bytes(&items[l]);
+    return bytes;
+}
+
 static bool reserve(struct dkv_engine *engine, const struct dkv_item *items, size_t n_items,
                     struct layout *layout)
 {
@@ -314,8 +345,13 @@ static bool reserve(struct dkv_engine *engine, const struct dkv_item *items, siz
             continue;
         struct dkv_head head;
         dkv_head_init(&head, engine->ops, &items[i], 0);
-        if (items[i].plan->general)
-            layout->general_bytes = larger(layout->general_bytes, dkv_general_bytes(&items[i]));
+        if (items[i].plan->general) {
+            const bool layers = items[i].params->layers == DKV_LAYERS_CAKE &&
+                                layers_are_here(&items[i], n_items - i);
+            layout->general_bytes = larger(layout->general_bytes,
+                                           layers ? layers_bytes(&items[i])
+                                                  : dkv_general_bytes(&items[i]));
+        }
         size_t *bytes = runs_shared(engine, &head, layout->n_heads) ? &layout->shared_bytes
                                                                     : &layout->whole_bytes;
         *bytes = larger(*bytes, dkv_head_bytes(&head));
@@ -360,10 +396,82 @@ static void run_general(struct dkv_engine *engine, struct slice *slice, struct d
 {
     run_slice(slice);
     dkv_general_place(&engine->general_work, item, engine->general.bytes);
+    engine->entropy = engine->variance = NULL;
     run_item(slice, item, layout);
     run_slice(slice);
     if (item->status == DKV_OK)
-        item->status = dkv_general_finish(&engine->general_work, item, &item->error);
+        item->status = dkv_general_settle(&engine->general_work, item, &item->error);
+    if (item->status == DKV_OK)
+        dkv_general_choose(&engine->general_work, item, item->plan->keep_tokens);
+}
+
+static double preference(const struct dkv_params *params, double entropy, double variance)
+{
+    const double p = pow(fmax(entropy, 0.0), 1.0 / params->tau1) *
+                     pow(fmax(variance, 0.0), 1.0 / params->tau2);
+    return isfinite(p) ? p : 0.0;
+}
+
+static void fail_layers(struct dkv_item *items, uint32_t n_layers, const struct dkv_item *bad)
+{
+    for (uint32_t l = 0; l < n_layers; l++)
+        if (items[l].status == DKV_OK) {
+            items[l].status = bad->status;
+            items[l].error = bad->error;
+        }
+}
+
+/* Deals what the layers' shares add up to, beyond what is protected, by their preferences. */
+static void choose_layers(struct dkv_engine *engine, struct dkv_item *items, uint32_t n_layers,
+                          const double *preferences, uint64_t *shares)
+{
+    const struct dkv_plan *plan = items->plan;
+    const uint64_t protect = plan->sinks + plan->recent;
+    uint64_t total = 0, most = UINT64_MAX;
+    uint8_t *memory = engine->general.bytes;
+    for (uint32_t l = 0; l < n_layers; l++) {
+        total += items[l].plan->keep_tokens - protect;
+        if (items[l].plan->n_valid - protect < most)
+            most = items[l].plan->n_valid - protect;
+    }
+    dkv_cake_shares(preferences, n_layers, total, most, shares);
+    for (uint32_t l = 0; l < n_layers; l++) {
+        dkv_general_place(&engine->general_work, &items[l], memory);
+        memory += dkv_general_bytes(&items[l]);
+        const uint64_t k = protect + shares[l];
+        dkv_general_choose(&engine->general_work, &items[l], k > 0 ? k : 1);
+    }
+}
+
+static void run_layers(struct dkv_engine *engine, struct slice *slice, struct dkv_item *items,
+                       const struct layout *layout)
+{
+    const uint32_t n_layers = items->plan->n_blocks;
+    uint8_t *memory = engine->general.bytes;
+    double entropies[DKV_HEADS_MAX], variances[DKV_HEADS_MAX];
+    run_slice(slice);
+    for (uint32_t l = 0; l < n_layers; l++) {
+        struct dkv_item *item = &items[l];
+        dkv_general_place(&engine->general_work, item, memory);
+        memory += dkv_general_bytes(item);
+        engine->entropy = entropies;
+        engine->variance = variances;
+        run_item(slice, item, layout);
+        run_slice(slice);
+        if (item->status == DKV_OK)
+            item->status = dkv_general_settle(&engine->general_work, item, &item->error);
+        if (item->status != DKV_OK) {
+            fail_layers(items, n_layers, item);
+            return;
+        }
+        double entropy = 0.0, variance = 0.0;
+        for (uint32_t h = 0; h < item->block->kv_heads; h++) {
+            entropy += entropies[h];
+            variance += variances[h];
+        }
+        engine->preferences[l] = preference(item->params, entropy, variance);
+    }
+    choose_layers(engine, items, n_layers, engine->preferences, engine->shares);
 }
 
 /* Everything is kept: no tensor needs to be looked at. */
@@ -373,6 +481,8 @@ static void keep_all(struct dkv_item *item)
     for (uint32_t h = 0; h < item->block->kv_heads; h++) {
         for (uint64_t i = 0; i < k; i++)
             item->keep_out[h * k + i] = (int32_t)(item->block->valid_from + i);
+        if (item->plan->ragged)
+            item->counts_out[h] = (uint32_t)k;
     }
 }
 
@@ -401,7 +511,16 @@ static enum dkv_status cpu_submit(struct dkv_engine *engine, struct dkv_item *it
     const unsigned fpu = dkv_cpu_fpu_enter();
     struct slice slice = {.engine = engine, .tasks = engine->tasks};
     for (size_t i = 0; i < n_items; i++) {
-        if (needs_scoring(&items[i]) && items[i].plan->general)
+        if (needs_scoring(&items[i]) && items[i].params->layers == DKV_LAYERS_CAKE) {
+            if (layers_are_here(&items[i], n_items - i)) {
+                run_layers(engine, &slice, &items[i], &layout);
+                i += items[i].plan->n_blocks - 1;
+            } else {
+                items[i].status = dkv_error_set(&items[i].error, DKV_E_INTERNAL,
+                                                "cpu engine: layers=cake needs all blocks of a "
+                                                "request in one batch");
+            }
+        } else if (needs_scoring(&items[i]) && items[i].plan->general)
             run_general(engine, &slice, &items[i], &layout);
         else if (needs_scoring(&items[i]))
             run_item(&slice, &items[i], &layout);

@@ -7,12 +7,14 @@
 
 size_t dkv_general_bytes(const struct dkv_item *item)
 {
-    return dkv_choice_bytes(item->block->kv_heads, item->plan->n_valid);
+    return dkv_choice_bytes(item->block->kv_heads, item->plan->n_valid,
+                            item->params->granularity > 1);
 }
 
 void dkv_general_place(struct dkv_choice_work *work, const struct dkv_item *item, void *memory)
 {
-    dkv_choice_place(work, item->block->kv_heads, item->plan->n_valid, memory);
+    dkv_choice_place(work, item->block->kv_heads, item->plan->n_valid,
+                     item->params->granularity > 1, memory);
 }
 
 void dkv_general_take(const struct dkv_choice_work *work, const struct dkv_head *head)
@@ -96,29 +98,48 @@ static void report(const struct dkv_choice_work *work, const struct dkv_item *it
     }
 }
 
-enum dkv_status dkv_general_finish(const struct dkv_choice_work *work, struct dkv_item *item,
+enum dkv_status dkv_general_settle(const struct dkv_choice_work *work, struct dkv_item *item,
                                    struct dkv_error *err)
 {
     const struct dkv_block *block = item->block;
-    const struct dkv_params *params = item->params;
-    const struct dkv_choice choice = {
-        .heads = block->kv_heads,
-        .spec = dkv_select_spec_of(block, params, item->plan),
-        .any_sign = dkv_policy_info(params->policy)->any_sign,
-        .one_set = params->gqa == DKV_GQA_LAYER,
-        .two_stages = dkv_rule_of(params->policy)->two_stages,
-        .weight = block->token_weight != NULL ? block->token_weight + block->valid_from : NULL,
-        .weight_stride = block->n_tokens,
-    };
     enum dkv_status status = check_extra(item, "token_weight", block->token_weight, err);
     if (status == DKV_OK)
         status = check_extra(item, "carry_in", block->carry_in, err);
     if (status != DKV_OK)
         return status;
     add_carry(work, item);
-    if (choice.one_set)
+    if (item->params->gqa == DKV_GQA_LAYER)
         average_heads(work, item);
-    dkv_choose(&choice, work, item->keep_out);
-    report(work, item);
     return DKV_OK;
+}
+
+#define EACH_MAX (DKV_LIST_TEXT_MAX / 2 + 1) /* numbers of a list */
+
+void dkv_general_choose(const struct dkv_choice_work *work, struct dkv_item *item,
+                        uint64_t keep_tokens)
+{
+    const struct dkv_block *block = item->block;
+    const struct dkv_params *params = item->params;
+    uint64_t each[EACH_MAX];
+    struct dkv_choice choice = {
+        .heads = block->kv_heads,
+        .spec = dkv_select_spec_of(block, params, item->plan),
+        .mode = params->heads,
+        .alpha = params->alpha,
+        .min_keep = (uint64_t)params->min_keep,
+        .chunk = (uint64_t)params->granularity,
+        .any_sign = dkv_policy_info(params->policy)->any_sign,
+        .one_set = params->gqa == DKV_GQA_LAYER,
+        .two_stages = dkv_rule_of(params->policy)->two_stages,
+        .weight = block->token_weight != NULL ? block->token_weight + block->valid_from : NULL,
+        .weight_stride = block->n_tokens,
+    };
+    choice.spec.keep = keep_tokens;
+    if (params->per_head[0] != '\0') {
+        for (uint32_t h = 0; h < block->kv_heads; h++)
+            each[h] = dkv_plan_head_tokens(block, params, item->plan, h);
+        choice.each = each;
+    }
+    dkv_choose(&choice, work, item->keep_out, item->counts_out);
+    report(work, item);
 }

@@ -23,9 +23,13 @@ void dkv_general_take(const struct dkv_choice_work *work, const struct dkv_head 
 unsigned dkv_general_score(const struct dkv_choice_work *work, const struct dkv_head *head,
                            const struct dkv_tile *tile);
 
-/* The end of a block: writes keep_out and scores_out. An error names the first bad element of an
- * optional tensor. */
-enum dkv_status dkv_general_finish(const struct dkv_choice_work *work, struct dkv_item *item,
+/* All heads are scored: adds carry_in, averages the layer. An error names the first bad element of
+ * an optional tensor. */
+enum dkv_status dkv_general_settle(const struct dkv_choice_work *work, struct dkv_item *item,
                                    struct dkv_error *err);
+
+/* The end of a block: writes keep_out, counts_out and scores_out. */
+void dkv_general_choose(const struct dkv_choice_work *work, struct dkv_item *item,
+                        uint64_t keep_tokens);
 
 #endif

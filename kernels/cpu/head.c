@@ -355,6 +355,15 @@ double dkv_head_score_factor(const struct dkv_head *head)
     return gqa == DKV_GQA_MEAN || gqa == DKV_GQA_LAYER ? factor / head->item->plan->group : factor;
 }
 
+void dkv_head_spread(const struct dkv_head *head, double *entropy_out, double *variance_out)
+{
+    *entropy_out = *variance_out = 0.0;
+    for (uint32_t s = 0; s < head->n_splits; s++) {
+        *entropy_out += head->splits[s].entropy;
+        *variance_out += head->splits[s].variance;
+    }
+}
+
 void dkv_head_scores(const struct dkv_head *head, double *scores_out)
 {
     const double factor = dkv_head_score_factor(head);

@@ -44,9 +44,10 @@ struct dkv_split_state {
     float *best;       /* largest logit, log2 units */
     int32_t *best_key; /* its token, counted from valid_from; -1: the row sees nothing */
     float *ref;
-    double *sum;     /* of the other keys' weights */
-    float *panel;    /* [v_dim][n_rows]: of weight * (value - centre) */
-    float value_top; /* largest |stored value| */
+    double *sum;              /* of the other keys' weights */
+    float *panel;             /* [v_dim][n_rows]: of weight * (value - centre) */
+    float value_top;          /* largest |stored value| */
+    double entropy, variance; /* layers=cake: sums over rows and prefix keys, from pass B */
     unsigned faults;
 };
 
@@ -152,6 +153,8 @@ double dkv_head_score_factor(const struct dkv_head *head);
 void dkv_head_finish(const struct dkv_head *head);
 /* After pass_b: some token was masked (nonfinite=mask). */
 bool dkv_head_has_masked(const struct dkv_head *head);
+/* layers=cake, after pass_b: this head's part of the layer's entropy and variance. */
+void dkv_head_spread(const struct dkv_head *head, double *entropy_out, double *variance_out);
 /* The scores as they are reported, [n]. */
 void dkv_head_scores(const struct dkv_head *head, double *scores_out);
 

@@ -194,6 +194,28 @@ static void reduce_terms(const struct dkv_head *head, float *out, const float *t
     reduce_columns(out, spare, group, group, largest, n);
 }
 
+/* layers=cake: adds a tile's p, which is in `logits`, to the sums that a layer is judged by. */
+static void add_spread(const struct dkv_head *head, struct dkv_split_state *state, const float *p,
+                       uint64_t first, size_t n)
+{
+    const uint64_t prefix = head->n - head->item->plan->window;
+    for (size_t k = 0; k < n && first + k < prefix; k++) {
+        for (uint32_t r = 0; r < head->rows; r += head->window) {
+            const float *row = p + k * head->n_rows + r;
+            double sum = 0.0, squares = 0.0;
+            for (uint32_t t = 0; t < head->window; t++) {
+                sum += (double)row[t];
+                state->entropy -= (double)row[t] * log((double)row[t] + 1e-10);
+            }
+            for (uint32_t t = 0; t < head->window; t++) {
+                const double x = (double)row[t] - sum / head->window;
+                squares += x * x;
+            }
+            state->variance += head->window > 1 ? squares / (head->window - 1) : 0.0;
+        }
+    }
+}
+
 /* Scores of one tile, of this chunk's rows alone. */
 static void score_tile(const struct dkv_head *head, const struct dkv_tile *tile, uint64_t first,
                        size_t n, float *out)
@@ -246,6 +268,7 @@ void dkv_head_pass_rule(struct dkv_head *head, uint32_t split, const struct dkv_
     const size_t most = head->v_dim > 0 ? DKV_SCORE_KEYS : DKV_TILE_KEYS;
     float chunk[DKV_TILE_KEYS];
     uint64_t first, end;
+    state->entropy = state->variance = 0.0;
     dkv_split_range(head, split, &first, &end);
     for (; first < end; first += most) {
         const size_t n = dkv_tile_keys(first, end, most);
@@ -256,6 +279,8 @@ void dkv_head_pass_rule(struct dkv_head *head, uint32_t split, const struct dkv_
             return;
         dkv_hide_best(head, tile->logits, first, n);
         score_tile(head, tile, first, n, out);
+        if (head->item->params->layers == DKV_LAYERS_CAKE)
+            add_spread(head, state, tile->logits, first, n);
         if (head->chunk > 0)
             add_chunk(head, raw, chunk, n);
         if (head->chunk + 1 == head->n_chunks && head->item->params->reduce == DKV_REDUCE_MEAN_SEEN)

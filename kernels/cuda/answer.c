@@ -109,6 +109,8 @@ static void copy_results(const struct dkv_cu_slot *slot, const struct dkv_cu_pen
     const struct dkv_item *item = &slot->items[pending->item];
     const uint64_t k = item->plan->keep_tokens;
     memcpy(item->keep_out + pending->head * k, slot->io.base + pending->keep, k * sizeof(int32_t));
+    if (item->plan->ragged) /* by layer alone: the rest is refused */
+        item->counts_out[pending->head] = (uint32_t)k;
     if (pending->scores == 0)
         return;
     const uint64_t first = item->block->valid_from;

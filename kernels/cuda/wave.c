@@ -331,6 +331,8 @@ static bool answer_at_once(const struct dkv_item *item)
 {
     if (!item->plan->keep_all || item->scores_out != NULL)
         return false;
+    for (uint64_t h = 0; h < item->block->kv_heads && item->plan->ragged; h++)
+        item->counts_out[h] = (uint32_t)item->plan->n_valid;
     for (uint64_t h = 0; h < item->block->kv_heads; h++)
         for (uint64_t i = 0; i < item->plan->n_valid; i++)
             item->keep_out[h * item->plan->n_valid + i] = (int32_t)(item->block->valid_from + i);

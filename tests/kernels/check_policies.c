@@ -92,10 +92,18 @@ static bool check_set(const struct dkv_case *c, const struct dkv_oracle *want,
                       const struct dkv_case_answer *got, uint64_t h, struct totals *totals,
                       char *why)
 {
-    const uint64_t n = c->block.n_tokens, k = c->plan.keep_tokens;
+    const uint64_t n = c->block.n_tokens;
+    uint64_t at = 0, k = c->plan.ragged ? got->counts[h] : c->plan.keep_tokens;
+    for (uint64_t before = 0; before < h; before++)
+        at += want->counts[before];
+    if (k != want->counts[h]) {
+        snprintf(why, 200, "head %u keeps %llu tokens, not %u", (unsigned)h, (unsigned long long)k,
+                 want->counts[h]);
+        return false;
+    }
     const double *pooled = want->pooled + h * n;
     const uint8_t *classes = want->token_class + h * n;
-    const int32_t *mine = got->keep + h * k, *right = want->keep + h * k;
+    const int32_t *mine = got->keep + at, *right = want->keep + at;
     uint8_t *kept = calloc(n, 1);
     if (kept == NULL)
         abort();
@@ -142,7 +150,8 @@ static bool same_bits(const struct dkv_case *c, const struct dkv_case_answer *a,
     const size_t heads = c->block.kv_heads;
     return a->status == b->status &&
            memcmp(a->raw, b->raw, heads * c->block.n_tokens * sizeof(*a->raw)) == 0 &&
-           memcmp(a->keep, b->keep, heads * c->plan.keep_tokens * sizeof(*a->keep)) == 0;
+           memcmp(a->counts, b->counts, heads * sizeof(*a->counts)) == 0 &&
+           memcmp(a->keep, b->keep, c->plan.keep_capacity * sizeof(*a->keep)) == 0;
 }
 
 static void judge(const struct dkv_case *c, const char *name, const struct dkv_scorer *one,
@@ -264,6 +273,32 @@ static struct dkv_shape pick_shape(struct dkv_random *random, const char *policy
     return shape;
 }
 
+/* Heads, chunks. Where p is rounded, scores tie by chance and heads' counts with them. */
+static void pick_budget(struct dkv_case *c, struct dkv_random *random, const char *policy)
+{
+    const char *const heads[] = {"uniform", "adakv_mix", "adakv_floor", "global"};
+    if (c->params.gqa == DKV_GQA_LAYER || strcmp(policy, "tova") == 0 ||
+        strcmp(policy, "criticalkv") == 0) {
+        if (strcmp(policy, "criticalkv") != 0 && dkv_random_once_in(random, 2))
+            set_number(c, "granularity", (double)dkv_random_range(random, 1, 9));
+        if (!dkv_params_has(&c->params, DKV_PARAM_HEADS))
+            dkv_case_param(c, "heads", "uniform");
+        return;
+    }
+    if (dkv_random_once_in(random, 2)) {
+        dkv_case_param(c, "heads", heads[dkv_random_u64(random) % 4]);
+        if (c->params.heads != DKV_HEADS_UNIFORM && !dkv_params_has(&c->params, DKV_PARAM_P_ROUND))
+            dkv_case_param(c, "p_round", "none");
+        set_number(c, "alpha", dkv_random_unit(random));
+    }
+    if (dkv_random_once_in(random, 3))
+        set_number(c, "granularity", (double)dkv_random_range(random, 1, 9));
+    if (dkv_random_once_in(random, 4))
+        set_number(c, "min_keep", (double)dkv_random_range(random, 1, 9));
+    if (dkv_random_once_in(random, 4))
+        dkv_case_param(c, "counts_protected", "false");
+}
+
 static void pick_params(struct dkv_case *c, struct dkv_random *random, const char *policy)
 {
     const char *const profiles[] = {"paper", "author", "kvpress"};
@@ -297,6 +332,7 @@ static void pick_params(struct dkv_case *c, struct dkv_random *random, const cha
         set_number(c, "recent", (double)dkv_random_range(random, 0, 40));
     if (dkv_random_once_in(random, 6))
         set_number(c, "logit_softcap", 5 + 45 * dkv_random_unit(random));
+    pick_budget(c, random, policy);
     set_number(c, "seed", (double)dkv_random_range(random, 0, 1000));
     set_number(c, "keep_ratio", 0.05 + 0.9 * dkv_random_unit(random));
 }

@@ -54,10 +54,11 @@ static void every_row_has_a_name_a_range_and_help(void **state)
 static void every_parameter_can_be_set_from_text_and_read_back(void **state)
 {
     static const char *const sample[DKV_PARAM_COUNT] = {
-        "author",  "dropkv", "16",    "avg",   "7",     "prefix", "0.5", "input",
-        "max",     "4",      "32",    "0.25",  "0.5",   "100",    "200", "300",
-        "error",   "0.125",  "30.25", "mask",  "3",     "a.b_c",  "2",   "1000000",
-        "recency", "sum",    "0.25",  "150.5", "plain", "99"};
+        "author", "dropkv", "16",   "avg",    "7",     "prefix",  "0.5",     "input", "max",
+        "4",      "32",     "0.25", "0.5",    "100",   "200",     "300",     "error", "0.125",
+        "30.25",  "mask",   "3",    "a.b_c",  "2",     "1000000", "recency", "sum",   "0.25",
+        "150.5",  "plain",  "99",   "global", "0.3",   "fixed",   "10",      "1.5",   "0.5",
+        "32",     "1,2,3",  "4,5",  "3",      "false", "16"};
     (void)state;
     for (int i = 0; i < DKV_PARAM_COUNT; i++) {
         const struct dkv_param_info *info = dkv_param_info((enum dkv_param_id)i);

@@ -391,6 +391,18 @@ static void every_parameter_travels_with_its_value(void **state)
         {"gamma", "150.5"},
         {"anchor", "plain"},
         {"seed", "99"},
+        {"heads", "adakv_mix"},
+        {"alpha", "0.3"},
+        {"layers", "fixed"},
+        {"beta", "10"},
+        {"tau1", "1.6"},
+        {"tau2", "0.4"},
+        {"n_layers", "32"},
+        {"per_layer", "100,200,300"},
+        {"per_head", "1,22,333,4444"},
+        {"min_keep", "3"},
+        {"counts_protected", "false"},
+        {"granularity", "16"},
     };
     assert_int_equal(sizeof(texts) / sizeof(texts[0]), DKV_PARAM_COUNT);
     struct dkv_params sent, received;
@@ -449,6 +461,18 @@ static void parameter_numbers_never_change(void **state)
         "gamma",
         "anchor",
         "seed",
+        "heads",
+        "alpha",
+        "layers",
+        "beta",
+        "tau1",
+        "tau2",
+        "n_layers",
+        "per_layer",
+        "per_head",
+        "min_keep",
+        "counts_protected",
+        "granularity",
     };
     for (unsigned i = 0; i < sizeof(names) / sizeof(names[0]); i++)
         assert_string_equal(dkv_param_info((enum dkv_param_id)i)->name, names[i]);

@@ -199,6 +199,7 @@ static void run_engine(const struct dkv_case *c, const struct dkv_scorer *scorer
                             .params = &c->params,
                             .plan = &c->plan,
                             .keep_out = answer->keep,
+                            .counts_out = answer->counts,
                             .scores_out = scores};
     const enum dkv_status status = dkv_engine_run(scorer->ops, scorer->engine, &item, 1,
                                                   &answer->error);
@@ -216,9 +217,10 @@ void dkv_case_run(const struct dkv_case *c, const struct dkv_scorer *scorer,
     const size_t heads = c->block.kv_heads;
     *answer_out = (struct dkv_case_answer){
         .raw = must(calloc(heads * c->block.n_tokens, sizeof(double))),
-        .keep = must(malloc(heads * c->plan.keep_tokens * sizeof(int32_t))),
+        .keep = must(malloc(c->plan.keep_capacity * sizeof(int32_t))),
+        .counts = must(calloc(heads, sizeof(uint32_t))),
     };
-    memset(answer_out->keep, 0xff, heads * c->plan.keep_tokens * sizeof(int32_t));
+    memset(answer_out->keep, 0xff, c->plan.keep_capacity * sizeof(int32_t));
     if (scorer->ops == NULL)
         run_reference(c, answer_out);
     else
@@ -229,5 +231,6 @@ void dkv_case_answer_fini(struct dkv_case_answer *answer)
 {
     free(answer->raw);
     free(answer->keep);
+    free(answer->counts);
     *answer = (struct dkv_case_answer){0};
 }

@@ -61,8 +61,9 @@ enum dkv_status dkv_case_try_plan(struct dkv_case *c, struct dkv_error *err);
 struct dkv_case_answer {
     enum dkv_status status;
     struct dkv_error error;
-    double *raw;   /* [kv_heads][n_tokens] */
-    int32_t *keep; /* [kv_heads][keep_tokens] */
+    double *raw;      /* [kv_heads][n_tokens] */
+    int32_t *keep;    /* [kv_heads][keep_tokens], or head after head if ragged */
+    uint32_t *counts; /* [kv_heads], if ragged */
 };
 
 /* Something that scores: the reference if ops is NULL, else an open engine. */

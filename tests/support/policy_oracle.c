@@ -257,7 +257,7 @@ static double norm(const double *a, size_t d)
     return sqrt(sum);
 }
 
-static uint64_t mix(uint64_t z)
+static uint64_t scramble(uint64_t z)
 {
     z += 0x9e3779b97f4a7c15u;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -298,12 +298,13 @@ static void score_unseen(struct world *x, uint32_t head, double *raw, double *me
         case DKV_POLICY_KNORM: raw[j] = -norm(x->key + j * x->d, x->d); break;
         case DKV_POLICY_STREAMING: raw[j] = (double)j + 1; break;
         case DKV_POLICY_RANDOM:
-            raw[j] = (double)(mix(mix(mix(mix((uint64_t)c->params.seed) +
-                                          (uint64_t)c->params.layer + c->plan.index) +
-                                      head) +
+            raw[j] =
+                (double)(scramble(scramble(scramble(scramble((uint64_t)c->params.seed) +
+                                                    (uint64_t)c->params.layer + c->plan.index) +
+                                           head) +
                                   j) >>
-                              40) /
-                     16777216.0;
+                         40) /
+                16777216.0;
             break;
         default:
             raw[j] = (double)c->block
@@ -473,19 +474,159 @@ static void classify(const struct dkv_case *c, uint8_t *token_class)
         token_class[first] = 2; /* the only key of the first row */
 }
 
-static void select_head(const struct dkv_case *c, uint32_t h, struct dkv_oracle *o)
+/* ---- budgets ---- */
+
+/* A chunk of a head: of one token without granularity. */
+struct unit {
+    uint8_t token_class;
+    bool safe;
+    double pooled, raw;
+    uint32_t head;
+    uint64_t first, tokens; /* stored ordinal; how many */
+};
+
+/* Class, score, index, and of equals the lower head. */
+static int best_unit_first(const void *left, const void *right)
 {
-    const uint64_t n = c->block.n_tokens, k = c->plan.keep_tokens;
-    double *raw = o->raw + h * n, *pooled = o->pooled + h * n;
-    pool(c, raw, pooled);
-    classify(c, o->token_class + h * n);
-    if (c->params.policy == DKV_POLICY_CRITICALKV)
-        second_stage(c, h, raw, pooled, o->measure + h * n, o->token_class + h * n);
-    struct ranked *order = rank(c, raw, pooled, o->token_class + h * n);
-    for (uint64_t i = 0; i < k; i++)
-        o->keep[h * k + i] = order[i].token;
-    qsort(o->keep + h * k, k, sizeof(*o->keep), ascending);
-    free(order);
+    const struct unit *a = left, *b = right;
+    const int a_class = a->safe ? 2 : a->token_class, b_class = b->safe ? 2 : b->token_class;
+    if (a_class != b_class)
+        return a_class > b_class ? -1 : 1;
+    if (a->pooled != b->pooled)
+        return a->pooled > b->pooled ? -1 : 1;
+    if (a->raw != b->raw)
+        return a->raw > b->raw ? -1 : 1;
+    if (a->first != b->first)
+        return a->first < b->first ? -1 : 1;
+    return (a->head > b->head) - (a->head < b->head);
+}
+
+/* One head's units, best first. */
+static size_t make_units(const struct dkv_case *c, const struct dkv_oracle *o, uint32_t h,
+                         struct unit *units)
+{
+    const uint64_t n = c->block.n_tokens, chunk = (uint64_t)c->params.granularity;
+    size_t count = 0;
+    for (uint64_t t = c->block.valid_from; t < n; t++) {
+        const uint64_t i = h * n + t;
+        if (t == c->block.valid_from || t % chunk == 0)
+            units[count++] = (struct unit){.head = h, .first = t};
+        struct unit *unit = &units[count - 1];
+        unit->pooled += o->pooled[i];
+        unit->raw += o->raw[i];
+        unit->tokens++;
+        if (o->token_class[i] > unit->token_class)
+            unit->token_class = o->token_class[i];
+    }
+    qsort(units, count, sizeof(*units), best_unit_first);
+    return count;
+}
+
+/* How many of the best units have `tokens` tokens together, or just fewer. */
+static size_t units_within(const struct unit *units, size_t count, uint64_t tokens)
+{
+    uint64_t sum = 0;
+    size_t i = 0;
+    while (i < count && sum + units[i].tokens <= tokens)
+        sum += units[i++].tokens;
+    return i;
+}
+
+/* Units of each head in `taken`, by its best `total` tokens over all heads; safe ones are marked.
+ */
+static void take_best(const struct dkv_case *c, struct unit *const *units, const size_t *counts,
+                      uint64_t total, size_t *taken)
+{
+    struct unit *all = must_calloc(c->block.kv_heads * c->block.n_tokens, sizeof(*all));
+    size_t count = 0;
+    for (uint32_t h = 0; h < c->block.kv_heads; h++) {
+        memcpy(all + count, units[h], counts[h] * sizeof(*all));
+        count += counts[h];
+        taken[h] = 0;
+    }
+    qsort(all, count, sizeof(*all), best_unit_first);
+    const size_t within = units_within(all, count, total);
+    for (size_t i = 0; i < within; i++)
+        taken[all[i].head]++;
+    free(all);
+}
+
+static uint64_t protected_units(const struct unit *units, size_t count)
+{
+    uint64_t found = 0;
+    for (size_t i = 0; i < count; i++)
+        found += units[i].token_class == 2;
+    return found;
+}
+
+/* Marks the units of a head that it keeps whatever the others have. */
+static void mark_safe(const struct dkv_case *c, struct unit *units, size_t count)
+{
+    const uint64_t k = c->plan.keep_tokens, chunk = (uint64_t)c->params.granularity;
+    uint64_t safe = (uint64_t)c->params.min_keep + chunk - 1; /* whole chunks that hold it */
+    if (c->params.heads == DKV_HEADS_ADAKV_FLOOR && (uint64_t)(c->params.alpha * (double)k) > safe)
+        safe = (uint64_t)(c->params.alpha * (double)k);
+    for (size_t i = 0; i < units_within(units, count, safe < k ? safe : k); i++)
+        units[i].safe = true;
+}
+
+/* authors' AdaKV: round((1-a) B_h* + int(a B)) and the protected. */
+static void mix(const struct dkv_case *c, struct unit *const *units, const size_t *counts,
+                size_t *taken)
+{
+    take_best(c, units, counts, c->block.kv_heads * c->plan.keep_tokens, taken);
+    for (uint32_t h = 0; h < c->block.kv_heads; h++) {
+        const uint64_t fixed = protected_units(units[h], counts[h]);
+        const uint64_t mean = units_within(units[h], counts[h], c->plan.keep_tokens) - fixed;
+        const double mixed = (1 - c->params.alpha) * (double)(taken[h] - fixed) +
+                             floor(c->params.alpha * (double)mean);
+        size_t least = units_within(units[h], counts[h],
+                                    (uint64_t)(c->params.min_keep + c->params.granularity - 1));
+        least = least > fixed + mean ? fixed + mean : least;
+        taken[h] = fixed + (size_t)nearbyint(mixed);
+        taken[h] = taken[h] < least ? least : taken[h];
+        taken[h] = taken[h] < 1 ? 1 : taken[h];
+        taken[h] = taken[h] > counts[h] ? counts[h] : taken[h];
+    }
+}
+
+static void keep_units(const struct unit *units, size_t taken, int32_t *keep, uint32_t *count_out)
+{
+    uint32_t count = 0;
+    for (size_t i = 0; i < taken; i++)
+        for (uint64_t t = 0; t < units[i].tokens; t++)
+            keep[count++] = (int32_t)(units[i].first + t);
+    qsort(keep, count, sizeof(*keep), ascending);
+    *count_out = count;
+}
+
+static void select_block(const struct dkv_case *c, struct dkv_oracle *o)
+{
+    const uint64_t n = c->block.n_tokens;
+    struct unit *units[DKV_HEADS_MAX];
+    size_t counts[DKV_HEADS_MAX], taken[DKV_HEADS_MAX], at = 0;
+    for (uint32_t h = 0; h < c->block.kv_heads; h++) {
+        pool(c, o->raw + h * n, o->pooled + h * n);
+        classify(c, o->token_class + h * n);
+        if (c->params.policy == DKV_POLICY_CRITICALKV && c->params.heads == DKV_HEADS_UNIFORM)
+            second_stage(c, h, o->raw + h * n, o->pooled + h * n, o->measure + h * n,
+                         o->token_class + h * n);
+        units[h] = must_calloc(n, sizeof(**units));
+        counts[h] = make_units(c, o, h, units[h]);
+        if (c->params.heads == DKV_HEADS_GLOBAL || c->params.heads == DKV_HEADS_ADAKV_FLOOR)
+            mark_safe(c, units[h], counts[h]);
+        taken[h] = units_within(units[h], counts[h], c->plan.keep_tokens);
+    }
+    if (c->params.heads == DKV_HEADS_ADAKV_MIX)
+        mix(c, units, counts, taken);
+    else if (c->params.heads != DKV_HEADS_UNIFORM)
+        take_best(c, units, counts, c->block.kv_heads * c->plan.keep_tokens, taken);
+    for (uint32_t h = 0; h < c->block.kv_heads; h++) {
+        qsort(units[h], counts[h], sizeof(**units), best_unit_first);
+        keep_units(units[h], taken[h], o->keep + at, &o->counts[h]);
+        at += o->counts[h];
+        free(units[h]);
+    }
 }
 
 void dkv_oracle_run(const struct dkv_case *c, struct dkv_oracle *oracle_out)
@@ -501,7 +642,8 @@ void dkv_oracle_run(const struct dkv_case *c, struct dkv_oracle *oracle_out)
                            .measure = must_calloc(heads * n, sizeof(double)),
                            .pooled = must_calloc(heads * n, sizeof(double)),
                            .token_class = must_calloc(heads * n, 1),
-                           .keep = must_calloc(heads * c->plan.keep_tokens, sizeof(int32_t))};
+                           .keep = must_calloc(heads * n, sizeof(int32_t)),
+                           .counts = must_calloc(heads, sizeof(uint32_t))};
     x.key = must_calloc(x.n * x.d, sizeof(double));
     x.value = must_calloc(x.n * x.dv, sizeof(double));
     x.p = must_calloc(x.w * x.n, sizeof(double));
@@ -513,8 +655,7 @@ void dkv_oracle_run(const struct dkv_case *c, struct dkv_oracle *oracle_out)
         score_head(&x, h, o.raw + h * n + first, o.measure + h * n + first);
     add_carry(c, &o);
     average_layer(c, &o);
-    for (uint32_t h = 0; h < heads; h++)
-        select_head(c, h, &o);
+    select_block(c, &o);
     free(x.key);
     free(x.value);
     free(x.p);
@@ -532,5 +673,6 @@ void dkv_oracle_fini(struct dkv_oracle *oracle)
     free(oracle->pooled);
     free(oracle->token_class);
     free(oracle->keep);
+    free(oracle->counts);
     *oracle = (struct dkv_oracle){0};
 }

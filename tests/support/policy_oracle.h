@@ -14,7 +14,8 @@ struct dkv_oracle {
     double *measure;      /* what an error of it is measured against */
     double *pooled;       /* what is ranked */
     uint8_t *token_class; /* 2 protected, 1 candidate */
-    int32_t *keep;        /* [kv_heads][k], ascending, for k of the plan */
+    int32_t *keep;        /* head after head, ascending */
+    uint32_t *counts;     /* [kv_heads] of them */
 };
 
 /* Views must be dense and every element finite. */
