@@ -28,7 +28,7 @@ import time
 import unittest
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir, "server"))
-from daemon import INFER, PATIENCE_S, Daemon, infer_body  # noqa: E402 (its folder is known only now)
+from daemon import INFER, PATIENCE_S, Daemon, infer_body, infer_request, read_reply  # noqa: E402 (its folder is known only now)
 
 N_CALLERS, N_BIG_CALLERS = 6, 2
 BIG_TOKENS, BIG_HEADS, BIG_DIM = 24576, 2, 64  # keys and values of 12 MB: above what either proxy keeps
@@ -303,6 +303,33 @@ class Balancers(unittest.TestCase):
 
     def test_nginx_loses_no_request(self):
         self.kill_and_drain_under_load(Nginx)
+
+    def refusals_go_to_another_node(self, kind):
+        """A node that says 503 at once, and stays there to say it."""
+        nodes, proxy = self.world(kind, ("--body-grace-ms", "3600000"))
+        raw = infer_request()
+        with nodes[0].daemon.connect() as unfinished:
+            unfinished.sendall(raw[:-100])  # accepted, so draining waits for the rest
+            nodes[0].daemon.wait_for_metric("dropkv_body_bytes", lambda n: n > 0)
+            load = Load(proxy.port, None)
+            load.start()
+            try:
+                load.go_on(0.2)
+                nodes[0].daemon.process.send_signal(signal.SIGTERM)
+                nodes[0].daemon.wait_for_metric('dropkv_requests_total{outcome="draining"}', lambda n: n > 0)
+                load.go_on(0.5)
+            finally:
+                load.stop()
+            unfinished.sendall(raw[-100:])
+            self.assertEqual(read_reply(unfinished).status, 200)
+        self.assertEqual(nodes[0].daemon._finish(), 0)
+        self.assertEqual(load.failures, [])
+
+    def test_haproxy_sends_what_was_refused_to_another_node(self):
+        self.refusals_go_to_another_node(HAProxy)
+
+    def test_nginx_sends_what_was_refused_to_another_node(self):
+        self.refusals_go_to_another_node(Nginx)
 
     def test_without_retries_requests_are_lost(self):
         """The test above can fail: with what saves requests taken out, some are lost."""
