@@ -17,6 +17,7 @@
 
 enum {
     OPT_BATCH = 1,
+    OPT_LAYERS,
     OPT_Q_HEADS,
     OPT_KV_HEADS,
     OPT_HEAD_DIM,
@@ -33,6 +34,7 @@ static bool take_number(struct dkv_bench_options *o, int val, const char *text)
 {
     switch (val) {
     case OPT_BATCH: return dkv_option_int("batch", text, 1, DKV_BLOCKS_MAX, &o->batch);
+    case OPT_LAYERS: return dkv_option_int("layers", text, 1, 1024, &o->layers);
     case OPT_Q_HEADS: return dkv_option_int("q-heads", text, 1, DKV_HEADS_MAX, &o->q_heads);
     case OPT_KV_HEADS: return dkv_option_int("kv-heads", text, 1, DKV_HEADS_MAX, &o->kv_heads);
     case OPT_HEAD_DIM: return dkv_option_int("head-dim", text, 8, DKV_HEAD_DIM_MAX, &o->head_dim);
@@ -74,6 +76,14 @@ static int check_options(struct dkv_bench_options *o)
         dkv_complain("--memory: '%s' is not one of inline, memfd, cuda-vmm, cuda-ipc", o->memory);
         return EX_USAGE;
     }
+    if (o->layers > 0 &&
+        (o->batch != 1 || (o->memory != NULL && strcmp(o->memory, "inline") == 0))) {
+        dkv_complain("--layers: not together with %s",
+                     o->batch != 1 ? "--batch" : "--memory inline");
+        return EX_USAGE;
+    }
+    if (o->layers > 0)
+        o->batch = o->layers; /* as many blocks */
     if (o->v_dim == 0)
         o->v_dim = o->head_dim;
     if (o->q_rows == 0)
@@ -258,6 +268,7 @@ int dkv_cmd_bench(int argc, const char **argv)
     // clang-format off
     struct poptOption block[] = {
         {"batch", 0, POPT_ARG_STRING, NULL, OPT_BATCH, "Sequences in one request (1)", "N"},
+        {"layers", 0, POPT_ARG_STRING, NULL, OPT_LAYERS, "Layers of a registered cache in one request, instead of sequences; unix:/// only", "N"},
         {"q-heads", 0, POPT_ARG_STRING, NULL, OPT_Q_HEADS, "Query heads (32)", "N"},
         {"kv-heads", 0, POPT_ARG_STRING, NULL, OPT_KV_HEADS, "KV heads (8)", "N"},
         {"head-dim", 0, POPT_ARG_STRING, NULL, OPT_HEAD_DIM, "Dimension of a head (128)", "N"},

@@ -23,6 +23,7 @@ struct dkv_bench_options {
     struct dkv_param_options params;
     enum dkv_dtype dtype;
     int64_t batch;
+    int64_t layers; /* of a registered cache, as many as batch says then; 0: plain requests */
     int64_t q_heads;
     int64_t kv_heads;
     int64_t head_dim;
@@ -48,6 +49,8 @@ struct dkv_block_set {
     void *query;
     void *key;
     void *value;
+    struct dropkv_cache *registered; /* with --layers: the client's */
+    struct dropkv_stash *stash;
 };
 
 /* A place for one request in flight. */
@@ -93,5 +96,13 @@ uint64_t dkv_bench_request_bytes(const struct dkv_bench_options *options);
 
 /* What one request costs the engine: two passes over keys and values for every query row used. */
 double dkv_bench_multiply_adds(const struct dkv_bench_options *options);
+
+/* bench_prompt.c: with --layers a set is an engine's cache, its layers one behind the other. */
+int dkv_bench_register(struct dkv_bench *b, struct dkv_block_set *set);
+enum dropkv_status dkv_bench_submit_prompt(struct dkv_bench *b, const struct dkv_block_set *set,
+                                           void *user, struct dropkv_error *error);
+
+/* Query elements' type: queries are never fp8. */
+enum dkv_dtype dkv_bench_query_dtype(const struct dkv_bench_options *o);
 
 #endif

@@ -39,7 +39,7 @@ int64_t dkv_bench_window(const struct dkv_bench_options *o)
 }
 
 /* Queries are never fp8. */
-static enum dkv_dtype query_dtype(const struct dkv_bench_options *o)
+enum dkv_dtype dkv_bench_query_dtype(const struct dkv_bench_options *o)
 {
     return dkv_dtype_bytes(o->dtype) == 1 ? DKV_BF16 : o->dtype;
 }
@@ -61,7 +61,7 @@ static uint64_t value_elements(const struct dkv_bench_options *o)
 
 uint64_t dkv_bench_request_bytes(const struct dkv_bench_options *o)
 {
-    return query_elements(o) * dkv_dtype_bytes(query_dtype(o)) +
+    return query_elements(o) * dkv_dtype_bytes(dkv_bench_query_dtype(o)) +
            (key_elements(o) + value_elements(o)) * dkv_dtype_bytes(o->dtype);
 }
 
@@ -112,7 +112,7 @@ static int make_set(struct dkv_bench *b, struct dkv_block_set *set)
     struct dkv_error error;
     struct dropkv_error *err = (struct dropkv_error *)&error;
     const uint64_t query_bytes = aligned(query_elements(&b->o) *
-                                         dkv_dtype_bytes(query_dtype(&b->o)));
+                                         dkv_dtype_bytes(dkv_bench_query_dtype(&b->o)));
     const uint64_t key_bytes = aligned(key_elements(&b->o) * dkv_dtype_bytes(b->o.dtype));
     const uint64_t value_bytes = aligned(value_elements(&b->o) * dkv_dtype_bytes(b->o.dtype));
     if (wants_gpu(b)) {
@@ -136,7 +136,7 @@ static int make_set(struct dkv_bench *b, struct dkv_block_set *set)
     set->query = dropkv_buffer_data(set->buffer);
     set->key = (char *)set->query + query_bytes;
     set->value = (char *)set->key + key_bytes;
-    return EX_OK;
+    return b->o.layers > 0 ? dkv_bench_register(b, set) : EX_OK;
 }
 
 /* The numbers of every set on a GPU are those of one in host memory. */
@@ -149,7 +149,7 @@ static int fill_gpu_sets(struct dkv_bench *b, struct dkv_random *random)
     char *host = malloc(bytes);
     if (host == NULL)
         return dkv_fail_memory();
-    dkv_random_normal(random, query_dtype(&b->o), host, query_elements(&b->o));
+    dkv_random_normal(random, dkv_bench_query_dtype(&b->o), host, query_elements(&b->o));
     dkv_random_normal(random, b->o.dtype, host + ((char *)first->key - (char *)first->query),
                       key_elements(&b->o));
     dkv_random_normal(random, b->o.dtype, host + ((char *)first->value - (char *)first->query),
@@ -179,7 +179,7 @@ static int make_blocks(struct dkv_bench *b)
             return code;
         if (wants_gpu(b))
             continue;
-        dkv_random_normal(&random, query_dtype(&b->o), set->query, query_elements(&b->o));
+        dkv_random_normal(&random, dkv_bench_query_dtype(&b->o), set->query, query_elements(&b->o));
         dkv_random_normal(&random, b->o.dtype, set->key, key_elements(&b->o));
         dkv_random_normal(&random, b->o.dtype, set->value, value_elements(&b->o));
     }
@@ -201,7 +201,7 @@ static struct dropkv_request make_request(struct dkv_bench *b, struct dkv_bench_
     request.q_rows = (uint64_t)o->q_rows;
     request.n_tokens = (uint64_t)o->tokens;
     request.query.data = set->query;
-    request.query.dtype = (enum dropkv_dtype)query_dtype(o);
+    request.query.dtype = (enum dropkv_dtype)dkv_bench_query_dtype(o);
     request.key.data = set->key;
     request.key.dtype = (enum dropkv_dtype)o->dtype;
     request.value.data = set->value;
@@ -215,9 +215,14 @@ static struct dropkv_request make_request(struct dkv_bench *b, struct dkv_bench_
 static int send_block(struct dkv_bench *b, struct dkv_bench_stream *stream, int64_t due_ns)
 {
     struct dkv_error error;
+    struct dropkv_error *err = (struct dropkv_error *)&error;
     const struct dropkv_request request = make_request(b, stream);
     stream->due_ns = due_ns;
-    if (dropkv_submit(b->client, &request, NULL, (struct dropkv_error *)&error) != DROPKV_OK)
+    const enum dropkv_status status = b->o.layers > 0
+                                          ? dkv_bench_submit_prompt(b, &b->sets[stream->set],
+                                                                    stream, err)
+                                          : dropkv_submit(b->client, &request, NULL, err);
+    if (status != DROPKV_OK)
         return dkv_fail(b->endpoint, &error);
     stream->busy = true;
     b->n_busy++;
