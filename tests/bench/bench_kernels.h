@@ -22,6 +22,9 @@ cudaError_t bench_read_once(const void *data, size_t bytes, uint32_t *sink, int 
 /* Keeps the stream busy for about 0.4 ms. */
 cudaError_t bench_delay(cudaStream_t stream);
 
+/* Keeps a device full of matrix products, a queue of them ahead, until the process is killed. */
+void bench_hog(void);
+
 #ifdef __cplusplus
 }
 #endif

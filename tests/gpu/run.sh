@@ -38,6 +38,7 @@ for test in golden layouts metamorphic nasty same_bits; do
 done
 run "$dir/bin/check_random" cuda:0 300 1
 # Memory of other processes, lent to a daemon.
+run "$dir/bin/test_gpu_export" "$dir/bin/dropkvd"
 if command -v python3 >/dev/null; then
     run python3 -B "$dir/python/test_gpu_ipc.py" "$dir/bin/dropkvd"
 else
@@ -73,5 +74,6 @@ if $sanitize; then
     done
 fi
 $bench && run "$dir/bin/bench_cuda"
+$bench && run "$dir/bin/bench_gpu_ipc" "$dir/bin/dropkvd"
 [ $failed -eq 0 ] && echo "GPU tests: all passed"
 exit $failed
