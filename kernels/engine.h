@@ -88,6 +88,14 @@ struct dkv_mapping {
     uint64_t bytes;
 };
 
+/* Query rows that lie around the end of a ring of `n_rows` rows: the oldest is row `first`. */
+struct dkv_ring {
+    uint64_t first;
+    uint64_t n_rows; /* 0: the rows do not lie around its end */
+};
+
+#define DKV_RING_BYTES_MAX (UINT64_C(32) << 20) /* that are unrolled for one batch */
+
 struct dkv_engine;
 
 struct dkv_engine_ops {
@@ -126,6 +134,13 @@ struct dkv_engine_ops {
      * in flight at all, since it may wait for those. Only DEVICE is returned. */
     enum dkv_status (*release)(struct dkv_engine *engine, struct dkv_mapping *mapping,
                                struct dkv_error *err);
+
+    /* For the batch that is submitted next: makes block->query, a view of a ring's row 0 in device
+     * memory, that of a copy of the q_rows rows from ring->first on, in order. Heads or rows are
+     * adjacent there, and no stride is 2 GiB or more. NULL where the engine has no such memory.
+     * BUSY: the batch has DKV_RING_BYTES_MAX of them already; DEVICE. */
+    enum dkv_status (*unroll)(struct dkv_engine *engine, const struct dkv_ring *ring,
+                              struct dkv_block *block, struct dkv_error *err);
 };
 
 /* The CPU engine: always there. */

@@ -287,10 +287,30 @@ static enum dkv_status check_copying(const struct dkv_ask *ask, struct dkv_error
     return DKV_OK;
 }
 
+/* The gate has bounded the rows' number and length. */
+static enum dkv_status check_rings(const struct dkv_job *job, struct dkv_error *err)
+{
+    uint64_t total = 0;
+    for (uint32_t i = 0; job->rings != NULL && i < job->request.n_blocks; i++) {
+        const struct dkv_block *block = &job->blocks[i];
+        if (job->rings[i].n_rows != 0)
+            total += block->head_dim * dkv_dtype_bytes(block->query.dtype) * block->q_heads *
+                     block->q_rows;
+    }
+    if (total <= DKV_RING_BYTES_MAX / 2)
+        return DKV_OK;
+    return dkv_error_set(err, DKV_E_TOO_LARGE,
+                         "stash: %" PRIu64 " bytes of rows lie around the ends of rings, at most "
+                         "%" PRIu64,
+                         total, DKV_RING_BYTES_MAX / 2);
+}
+
 static enum dkv_status finish(struct dkv_ask *ask, struct dkv_error *err)
 {
     struct dkv_job *job = ask->job;
     enum dkv_status status = dkv_request_validate(&job->request, job->plans, err);
+    if (status == DKV_OK)
+        status = check_rings(ask->job, err);
     if (status == DKV_OK)
         status = dkv_ask_place_rows(ask, err);
     if (status == DKV_OK)
@@ -381,6 +401,30 @@ static bool step(uint64_t *base, uint64_t count, int64_t stride)
            dkv_add_u64(*base, way, base);
 }
 
+/* Rows around the end of a ring in GPU memory: its worker copies them, by two copies of the
+ * driver's, which take a pitch of up to 2 GiB. The view stays that of the ring. */
+static enum dkv_status unroll_there(struct dkv_ask *ask, const struct dkv_wire_stash *stash,
+                                    const struct dkv_block *block, uint64_t first,
+                                    struct dkv_error *err)
+{
+    struct dkv_job *job = ask->job;
+    const uint64_t row = block->head_dim * dkv_dtype_bytes((enum dkv_dtype)stash->dtype);
+    const uint64_t row_stride = (uint64_t)stash->row_stride;
+    const uint64_t head_stride = (uint64_t)stash->head_stride;
+    const bool heads_adjacent = head_stride == row && row_stride >= row * block->q_heads;
+    const bool rows_adjacent = row_stride == row && head_stride >= row * stash->n_rows;
+    if ((!heads_adjacent && !rows_adjacent) || row_stride > INT32_MAX || head_stride > INT32_MAX)
+        return dkv_error_set(err, DKV_E_UNSUPPORTED,
+                             "stash: in GPU memory a ring that is read around its end has its "
+                             "heads or its rows side by side, and strides below 2 GiB");
+    if (job->rings == NULL)
+        job->rings = calloc(job->request.n_blocks, sizeof(*job->rings));
+    if (job->rings == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for a job");
+    job->rings[block - job->blocks] = (struct dkv_ring){first, stash->n_rows};
+    return DKV_OK;
+}
+
 /* The rows that are used, oldest first. Where they lie around the end of the ring, they will be
  * copied; the view is that of the copy then, dense. */
 static enum dkv_status make_query(struct dkv_ask *ask, const struct dkv_wire_stash *stash,
@@ -406,25 +450,23 @@ static enum dkv_status make_query(struct dkv_ask *ask, const struct dkv_wire_sta
     if (status != DKV_OK || !wraps)
         return status;
     const struct dkv_region *region = dkv_slots_find(&ask->session->regions, stash->region);
-    if (dkv_region_on_gpu(region))
-        return dkv_error_set(
-            err, DKV_E_UNSUPPORTED,
-            "stash: rows %u..%u lie around the end of a ring in GPU memory; such a "
-            "ring must be written so that they do not, or be host memory",
-            score->newest_row + 1 + stash->n_rows - n_rows, score->newest_row);
     uint64_t end = start;
     if (!step(&end, stash->n_rows - 1, stash->row_stride) ||
         !step(&end, block->q_heads - 1, stash->head_stride) || !dkv_add_u64(end, row_bytes, &end) ||
-        end > region->bytes)
+        end > block->query.bytes)
         return dkv_error_set(err, DKV_E_INVALID, "stash: slot %u, layer %u end outside its region",
                              score->slot, layer);
+    const uint64_t first = ((uint64_t)score->newest_row + 1 + stash->n_rows - n_rows) %
+                           stash->n_rows;
+    if (dkv_region_on_gpu(region))
+        return unroll_there(ask, stash, block, first, err);
     *ring = (struct dkv_ask_ring){
         .region = region,
         .start = start,
         .row_stride = (uint64_t)stash->row_stride,
         .head_stride = (uint64_t)stash->head_stride,
         .n_rows = stash->n_rows,
-        .first = (uint64_t)score->newest_row + 1 + stash->n_rows - n_rows,
+        .first = first,
     };
     dkv_ask_shape_rows(ring, block);
     return DKV_OK;

@@ -18,7 +18,7 @@
 #include "server/link.h"
 #include "server/list.h"
 
-#define DKV_IMPORTS_LEAVE_NS UINT64_C(200000000) /* patience with a device that is never idle */
+#define DKV_IMPORTS_LEAVE_NS UINT64_C(50000000) /* patience with a device that is never idle */
 
 struct dkv_imports {
     const struct dkv_engine_ops *ops;

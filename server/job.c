@@ -121,10 +121,12 @@ void dkv_job_release_inputs(struct dkv_job *job)
     dkv_job_drop_parts(job);
     free(job->blocks);
     free(job->plans);
+    free(job->rings);
     free(job->loans);
     job->side = NULL;
     job->blocks = NULL;
     job->plans = NULL;
+    job->rings = NULL;
     job->loans = NULL;
     job->n_loans = 0;
     job->request.blocks = NULL;

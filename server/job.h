@@ -66,6 +66,8 @@ struct dkv_job {
     struct dkv_request request; /* over `blocks` */
     struct dkv_block *blocks;   /* [request.n_blocks] */
     struct dkv_plan *plans;
+    struct dkv_ring *rings; /* [request.n_blocks], from malloc; NULL: no query lies around the end
+                               of a ring on a GPU */
 
     /* Outputs of all blocks, one after the other, in the order of the blocks. One range of the
      * arena, indices first, scores behind them. */

@@ -189,7 +189,10 @@ static enum dkv_status write_all(struct dkv_job *job, const uint32_t *part_of,
     uint32_t n_placed[DKV_ADMISSION_LANES_MAX] = {0};
     for (uint32_t i = 0; i < job->request.n_blocks; i++) {
         const uint32_t p = part_of != NULL ? part_of[i] : 0;
-        place_outputs(job, i, &at, &job->written[p].job->blocks[n_placed[p]++]);
+        struct dkv_link_block *packed = &job->written[p].job->blocks[n_placed[p]++];
+        place_outputs(job, i, &at, packed);
+        if (job->rings != NULL)
+            packed->ring = job->rings[i];
     }
     return DKV_OK;
 }

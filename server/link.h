@@ -44,6 +44,7 @@ struct dkv_link_start {
     uint32_t threads;
     uint32_t max_items; /* blocks of one batch */
     uint64_t max_batch_bytes;
+    uint64_t patience_ns; /* looking for messages before sleeping */
     char device[64];
     char log_level[16];
     char log_format[16];
@@ -133,6 +134,7 @@ struct dkv_link_block {
     struct dkv_plan plan;
     struct dkv_link_addr keep;
     struct dkv_link_addr scores;
+    struct dkv_ring ring;   /* of the query, if it lies around a ring's end on a GPU */
     enum dkv_status status; /* written by the worker before DONE, like what follows */
     struct dkv_error error;
     bool nonfinite; /* it met NaN or infinity */

@@ -3,7 +3,7 @@
  * Workers read the loan in place (loan.h). The front itself touches no mapping of a client's: the
  * few bytes that it needs (a fence's slot, query rows around the end of a ring) it reads by
  * pread(), and answers it writes by pwrite(), neither of which can fault. Memory of a GPU it cannot
- * touch at all: a fence, an output, or a ring that is read around its end must be host memory.
+ * touch at all: a fence or an output must be host memory.
  *
  * A region is counted: its session holds one reference, every request in flight that names it
  * another and a use. detach() takes the memory away from new requests; when the last use has ended

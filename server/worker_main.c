@@ -51,8 +51,9 @@ struct worker {
     struct batch batches[DKV_ADMISSION_FLIGHT_MAX]; /* a ring */
     unsigned oldest;
     unsigned n_in_flight;
-    const char *die_at; /* or NULL */
-    unsigned die_in;    /* times to pass there */
+    uint64_t look_until_ns; /* a message is likely to come before */
+    const char *die_at;     /* or NULL */
+    unsigned die_in;        /* times to pass there */
 };
 
 static void quit(const char *why, int status)
@@ -98,6 +99,19 @@ static void *output(const struct worker *worker, const struct dkv_link_addr *add
     return addr->memory == DKV_LINK_IN_ARENA ? worker->memory.arena + addr->offset : NULL;
 }
 
+/* Query rows around the end of a ring on the device. */
+static enum dkv_status unroll(struct worker *worker, const struct dkv_ring *ring,
+                              struct dkv_block *block, struct dkv_error *err)
+{
+    if (worker->ops->unroll == NULL)
+        return dkv_error_set(err, DKV_E_UNSUPPORTED, "stash: the %s engine cannot read GPU memory",
+                             worker->ops->name);
+    const enum dkv_status status = worker->ops->unroll(worker->engine, ring, block, err);
+    if (status == DKV_E_DEVICE)
+        quit(err->text, EX_UNAVAILABLE);
+    return status;
+}
+
 /* Makes the items of a job. A block whose memory cannot be had has its status now and no item. */
 static void add_items(struct worker *worker, struct batch *batch, struct dkv_link_job *job)
 {
@@ -108,11 +122,14 @@ static void add_items(struct worker *worker, struct batch *batch, struct dkv_lin
         packed->error = (struct dkv_error){0};
         packed->nonfinite = false;
         if (!dkv_link_unpack(packed, dkv_worker_memory_find, &worker->memory, block))
-            packed->status = dkv_error_set(&packed->error, DKV_E_NOMEM,
-                                           "a region of this request could not be mapped");
+            packed->status = dkv_error_set(&packed->error, DKV_E_NOT_FOUND,
+                                           "a region of this request was lost with its worker and "
+                                           "must be registered anew");
         else
             packed->status = dkv_worker_memory_stage(&worker->memory, packed, block,
                                                      &packed->error);
+        if (packed->status == DKV_OK && packed->ring.n_rows != 0)
+            packed->status = unroll(worker, &packed->ring, block, &packed->error);
         if (packed->status != DKV_OK)
             continue;
         batch->items[batch->n_items++] = (struct dkv_item){
@@ -166,6 +183,7 @@ static void finish_oldest(struct worker *worker)
     };
     hook(worker, "before_done");
     say(&done);
+    worker->look_until_ns = dkv_clock_ns() + worker->start.patience_ns;
     hook(worker, "after_done");
 }
 
@@ -300,6 +318,8 @@ static void serve(struct worker *worker)
                 release_one(worker);
                 continue;
             }
+            while (dkv_clock_ns() < worker->look_until_ns && !message_within(0))
+                ;                       /* sooner than by sleeping (server/spin.h) */
             more = take(worker, &open); /* which waits */
         } else if (worker->n_in_flight < room && !overdue &&
                    message_within(more ? MORE_WAIT_US : 0)) {

@@ -147,6 +147,10 @@ static enum dkv_status make_slot(struct dkv_cu_engine *engine, struct dkv_cu_slo
     if (status == DKV_OK) /* the gaps between results are copied down as well */
         status = dkv_cu_check(engine, cudaMemset(slot->io_device, 0, DKV_CU_IO_BYTES),
                               "clearing device memory", err);
+    slot->rows.bytes = DKV_RING_BYTES_MAX;
+    if (status == DKV_OK)
+        status = dkv_cu_check(engine, cudaMalloc((void **)&slot->rows.base, slot->rows.bytes),
+                              "allocating device memory", err);
     if (status == DKV_OK)
         status = dkv_cu_check(engine, cudaEventCreateWithFlags(&slot->done, cudaEventDisableTiming),
                               "creating an event", err);
@@ -266,6 +270,7 @@ static void cuda_close(struct dkv_engine *opaque)
         free(slot->retry);
         (void)cudaFreeHost(slot->io.base);
         (void)cudaFree(slot->io_device);
+        (void)cudaFree(slot->rows.base);
         if (slot->done != NULL)
             (void)cudaEventDestroy(slot->done);
     }
@@ -395,6 +400,7 @@ static enum dkv_status cuda_submit(struct dkv_engine *opaque, struct dkv_item *i
     engine->n_jobs = 0;
     slot->n_pending = 0;
     slot->io.used = 0;
+    slot->rows.used = 0;
     slot->items = NULL;
     return status;
 }
@@ -432,6 +438,7 @@ static enum dkv_status cuda_wait(struct dkv_engine *opaque, struct dkv_error *er
         status = run_again(engine, slot, err);
     engine->oldest = (engine->oldest + 1) % DKV_CU_SLOTS;
     engine->n_in_flight--;
+    slot->rows.used = 0;
     slot->items = NULL;
     if (status == DKV_OK)
         return DKV_OK;
@@ -486,4 +493,5 @@ const struct dkv_engine_ops dkv_engine_cuda = {
     .max_in_flight = DKV_CU_SLOTS,
     .import = dkv_cu_import,
     .release = dkv_cu_release,
+    .unroll = dkv_cu_unroll,
 };

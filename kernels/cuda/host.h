@@ -7,6 +7,7 @@
  *   stage.c    brings host tensors to the device through pinned chunks
  *   answer.c   copies results to the callers; turns reports into sentences
  *   import.c   maps memory of other processes
+ *   unroll.c   copies query rows that lie around the end of a ring
  *
  * Everything is allocated at open. A slot is one batch in flight. Its `io` is one stretch of memory
  * that exists twice, pinned on the host and on the device, at equal offsets; waves take spans of it
@@ -86,7 +87,8 @@ struct dkv_cu_pending {
 };
 
 struct dkv_cu_slot {
-    struct dkv_cu_arena io; /* pinned */
+    struct dkv_cu_arena rows; /* device: rings of query rows, unrolled */
+    struct dkv_cu_arena io;   /* pinned */
     unsigned char *io_device;
     struct dkv_cu_pending *pending; /* [DKV_CU_UNITS_MAX] */
     uint32_t n_pending;
