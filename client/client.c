@@ -7,6 +7,7 @@
 #include <string.h>
 #include <strings.h>
 
+#define BUSY_POLL_US_MAX        1000000
 #define DEFAULT_TIMEOUT_US      (30 * INT64_C(1000000))
 #define DEFAULT_MAX_IN_FLIGHT   256u
 #define MAX_IN_FLIGHT_MAX       65536u
@@ -41,6 +42,9 @@ static enum dkv_status take_options(const struct dropkv_client_options *from,
     if (to->max_retries > MAX_RETRIES_MAX)
         return dkv_error_set(err, DKV_E_INVALID, "options: max_retries %d above %d",
                              (int)to->max_retries, MAX_RETRIES_MAX);
+    if (to->busy_poll_us > BUSY_POLL_US_MAX)
+        return dkv_error_set(err, DKV_E_INVALID, "options: busy_poll_us %u not in 0..%u",
+                             to->busy_poll_us, BUSY_POLL_US_MAX);
     if (to->token == NULL)
         to->token = getenv("DROPKV_TOKEN");
     if (to->token != NULL && to->token[0] == '\0')
@@ -67,6 +71,7 @@ enum dkv_status dkv_client_open(const char *endpoint, const struct dropkv_client
     }
     client->ops = ops;
     client->timeout_us = o.timeout_us != 0 ? o.timeout_us : DEFAULT_TIMEOUT_US;
+    client->busy_poll_ns = (int64_t)o.busy_poll_us * 1000;
     client->max_in_flight = o.max_in_flight != 0 ? o.max_in_flight : DEFAULT_MAX_IN_FLIGHT;
     const struct dkv_transport_config config = {
         .address = endpoint,

@@ -29,6 +29,7 @@ struct dropkv_client {
     uint32_t n_in_flight;
     uint32_t max_in_flight;
     int64_t timeout_us;
+    int64_t busy_poll_ns;
     uint64_t last_id;
 };
 

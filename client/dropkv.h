@@ -132,11 +132,16 @@ struct dropkv_client_options {
      * a connection that broke, BUSY and DRAINING with the server's Retry-After), always within its
      * deadline. Scoring changes nothing on the server, so that is safe. Negative: never; 0: 2. */
     int32_t max_retries;
+
+    /* How long a call that waits looks for the answer before it sleeps, at most 1,000,000; 0: not
+     * at all. It takes the processor meanwhile, and saves the 10 to 20 us that a sleeping one takes
+     * to wake up: for short requests to a daemon with a GPU. */
+    uint32_t busy_poll_us;
 };
 
-#define DROPKV_CLIENT_OPTIONS_INIT                             \
-    {                                                          \
-        sizeof(struct dropkv_client_options), NULL, 0, 0, 0, 0 \
+#define DROPKV_CLIENT_OPTIONS_INIT                                \
+    {                                                             \
+        sizeof(struct dropkv_client_options), NULL, 0, 0, 0, 0, 0 \
     }
 
 /* Makes a client for an endpoint. Connects to nothing yet: the first request does.

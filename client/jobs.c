@@ -277,7 +277,8 @@ int dropkv_fd(const struct dropkv_client *client)
 
 /* ---- waiting ---- */
 
-/* Sleeps until the descriptor is readable or `until_ns` (negative: without end). */
+/* Looks for a while whether the descriptor is readable, then sleeps until it is or `until_ns`
+ * (negative: without end). */
 static enum dkv_status wait_readable(struct dropkv_client *client, int64_t until_ns,
                                      struct dkv_error *err)
 {
@@ -288,6 +289,11 @@ static enum dkv_status wait_readable(struct dropkv_client *client, int64_t until
         if (ns > 0)
             left = (struct timespec){.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
     }
+    const int64_t look_until_ns = client->busy_poll_ns > 0 ? dkv_now_ns() + client->busy_poll_ns
+                                                           : 0;
+    while (client->busy_poll_ns > 0 && dkv_now_ns() < look_until_ns)
+        if (poll(&pollfd, 1, 0) != 0)
+            return DKV_OK;
     if (ppoll(&pollfd, 1, until_ns < 0 ? NULL : &left, NULL) < 0 && errno != EINTR)
         return dkv_error_set(err, DKV_E_IO, "could not poll: %s", strerror(errno));
     return DKV_OK;

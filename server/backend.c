@@ -99,6 +99,7 @@ static void launch(struct dkv_backend *backend, struct dkv_admission_batch *batc
     backend->n_running += run->n_parts;
     backend->n_launched++;
     dkv_worker_launch(device->worker, run);
+    dkv_spin_poke(&backend->spin);
 }
 
 static void launch_all(struct dkv_backend *backend)
@@ -204,6 +205,7 @@ static void on_done(void *owner, unsigned index, struct dkv_run *run, uint64_t s
     }
     backend->n_running -= run->n_parts;
     run->batch = NULL;
+    dkv_spin_poke(&backend->spin);
     dkv_admission_complete(backend->queue, batch, now_us());
     pump(backend);
 }
@@ -247,6 +249,8 @@ static bool make_runs(struct dkv_backend *backend)
 static void free_backend(uv_handle_t *handle)
 {
     struct dkv_backend *backend = handle->data;
+    if (--backend->n_open_handles > 0)
+        return;
     dkv_backend_free_clients(backend);
     dkv_backend_free_loans(backend);
     dkv_admission_free(backend->queue);
@@ -269,6 +273,8 @@ enum dkv_status dkv_backend_open(const struct dkv_config *config, uv_loop_t *loo
     dkv_list_init(&backend->clients);
     dkv_list_init(&backend->ended);
     uv_timer_init(loop, &backend->timer);
+    dkv_spin_open(&backend->spin, loop, dkv_spin_patience_ns(config));
+    backend->n_open_handles = 2;
     backend->timer.data = backend;
     const struct dkv_worker_calls calls = {
         backend, on_up, on_done, on_lost, dkv_backend_on_attached, dkv_backend_on_detached};
@@ -312,6 +318,8 @@ void dkv_backend_close(struct dkv_backend *backend)
         pump(backend);
     }
     uv_close((uv_handle_t *)&backend->timer, free_backend);
+    backend->spin.idle.data = backend;
+    dkv_spin_close(&backend->spin, free_backend);
 }
 
 /* ---- what callers ask for ---- */

@@ -12,6 +12,7 @@
 #define DKV_SERVER_BACKEND_PRIV_H
 
 #include "server/backend.h"
+#include "server/spin.h"
 
 #include <string.h>
 
@@ -36,6 +37,8 @@ struct dkv_backend {
     const struct dkv_config *config;
     uv_loop_t *loop;
     uv_timer_t timer;
+    struct dkv_spin spin;
+    unsigned n_open_handles; /* timer and spin */
     struct dkv_arena *arena;
     struct dkv_admission *queue;
     struct dkv_admission_config limits;

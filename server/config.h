@@ -53,6 +53,7 @@ struct dkv_config {
     uint64_t max_batch_bytes;
     uint64_t max_queue_delay_us;
     uint64_t batches_in_flight; /* 0: as suits the devices */
+    uint64_t busy_poll_us;      /* 0: as suits the devices and the machine */
     uint64_t worker_deaths;
     uint64_t worker_stuck_ms; /* 0: twice request_timeout_ms */
     uint64_t header_timeout_ms;
@@ -87,7 +88,7 @@ struct dkv_config_field {
     bool is_list;               /* DKV_CONFIG_TEXT: arguments add up, with commas between */
 };
 
-#define DKV_CONFIG_FIELDS 47
+#define DKV_CONFIG_FIELDS 48
 
 extern const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS];
 

@@ -26,6 +26,7 @@
 #define MESSAGES_PER_TURN 64u
 #define BULK_PER_TURN     (UINT64_C(16) << 20)
 #define ERROR_BYTES       (16 + DKV_WIRE_TEXT_MAX)
+#define SEND_ROOM         (1 << 20) /* an answer of 128K tokens goes out in one piece */
 #define TIMER_MS          250u
 #define HOST_FEATURES     (DKV_WIRE_FEATURE_MEMFD | DKV_WIRE_FEATURE_OUTPUT | DKV_WIRE_FEATURE_FENCE)
 #define GPU_FEATURES      (DKV_WIRE_FEATURE_CUDA_LEGACY | DKV_WIRE_FEATURE_CUDA_VMM)
@@ -519,6 +520,8 @@ enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, bool trusted,
         close(fd);
         return status;
     }
+    const int room = SEND_ROOM;
+    (void)setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof(room)); /* at most wmem_max */
     session->all = all;
     session->number = ++all->n_ever;
     session->trusted = trusted;

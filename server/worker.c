@@ -17,6 +17,7 @@
 
 #include "server/clock.h"
 #include "server/log.h"
+#include "server/spin.h"
 
 #include <assert.h>
 #include <errno.h>
@@ -179,6 +180,7 @@ static void fill_start(const struct dkv_worker *worker, struct dkv_link_msg *msg
         .max_items = config->max_batch_items > DKV_BLOCKS_MAX ? (uint32_t)config->max_batch_items
                                                               : DKV_BLOCKS_MAX,
         .max_batch_bytes = config->max_batch_bytes,
+        .patience_ns = dkv_spin_patience_ns(config),
         .test_hooks = config->test_hooks && !worker->fallback,
     };
     snprintf(msg->start.log_format, sizeof(msg->start.log_format), "%s", config->log_format);

@@ -37,6 +37,7 @@
 enum { Q_HEADS = 32, KV_HEADS = 8, DIM = 128, WINDOW = 8, SETS = 6, LAYERS = 32, SAMPLES = 200000 };
 
 static double seconds = 1;
+static unsigned busy_poll_us; /* of clients */
 static const char *program;
 static char folder[] = "/tmp/dropkv-bench-XXXXXX";
 
@@ -198,8 +199,8 @@ static struct dropkv_client *connect_to(const struct server *server)
 {
     struct dropkv_client *client = NULL;
     struct dropkv_error error;
-    const struct dropkv_client_options options = {.struct_size = sizeof(options),
-                                                  .max_retries = -1};
+    const struct dropkv_client_options options = {
+        .struct_size = sizeof(options), .max_retries = -1, .busy_poll_us = busy_poll_us};
     if (dropkv_client_open(server->endpoint, &options, &client, &error) != DROPKV_OK)
         die("client", error.text);
     return client;
@@ -645,11 +646,16 @@ int main(int argc, char **argv)
     start(&server, "all", "--log-level", "info");
     start(&single, "one", "--max-batch-items", "1");
     open_engine(&engine);
-    printf("one request at a time\n");
-    one_request(&engine, &server, 4096);
-    one_request(&engine, &server, 32768);
-    one_request(&engine, &server, 131072);
-    prompt(&server, 4096, "");
+    for (busy_poll_us = 0; busy_poll_us <= 200; busy_poll_us += 200) {
+        printf("one request at a time, by a caller that %s\n",
+               busy_poll_us == 0 ? "sleeps until the answer comes"
+                                 : "looks for the answer for 200 us before it sleeps");
+        one_request(&engine, &server, 4096);
+        one_request(&engine, &server, 32768);
+        one_request(&engine, &server, 131072);
+        prompt(&server, 4096, "");
+    }
+    busy_poll_us = 0;
     many_streams(&engine, &server, &single, true);
     many_streams(&engine, &server, &single, false);
     printf("beside a process that keeps the GPU full of matrix products\n");
