@@ -192,6 +192,11 @@ static double scratch_bytes(const struct dkv_gauges *g, unsigned i)
     return (double)g->workers[i].scratch_bytes;
 }
 
+static double resident_bytes(const struct dkv_gauges *g, unsigned i)
+{
+    return (double)dkv_process_resident_bytes(g->workers[i].pid);
+}
+
 static double mapped_bytes(const struct dkv_gauges *g, unsigned i)
 {
     return (double)g->workers[i].mapped_bytes;
@@ -217,6 +222,9 @@ static void write_workers(const struct dkv_gauges *g, FILE *out)
         {"dropkv_worker_blocks_total", "counter", "Blocks that a worker ran.", blocks},
         {"dropkv_worker_scratch_bytes", "gauge", "Working memory of a worker's engine.",
          scratch_bytes},
+        {"dropkv_worker_resident_memory_bytes", "gauge",
+         "Resident memory of a worker process, what it shares with the front and clients included.",
+         resident_bytes},
         {"dropkv_worker_mapped_bytes", "gauge", "Clients' memory that a worker has mapped.",
          mapped_bytes},
     };

@@ -13,10 +13,12 @@ static double seconds(const struct timeval *time)
     return (double)time->tv_sec + (double)time->tv_usec * 1e-6;
 }
 
-static uint64_t resident_bytes(void)
+uint64_t dkv_process_resident_bytes(pid_t pid)
 {
+    char path[40];
     unsigned long long pages = 0;
-    FILE *file = fopen("/proc/self/statm", "re");
+    snprintf(path, sizeof(path), "/proc/%d/statm", (int)pid);
+    FILE *file = pid > 0 ? fopen(path, "re") : NULL;
     if (file == NULL)
         return 0;
     if (fscanf(file, "%*s %llu", &pages) != 1)
@@ -78,7 +80,7 @@ void dkv_process_facts(struct dkv_process_facts *facts_out)
     *facts_out = (struct dkv_process_facts){
         .cpu_s = seconds(&usage.ru_utime) + seconds(&usage.ru_stime),
         .start_time_s = start_time_s(),
-        .resident_bytes = resident_bytes(),
+        .resident_bytes = dkv_process_resident_bytes(getpid()),
         .n_fds = count_fds(),
         .max_fds = limit.rlim_cur,
     };

@@ -173,6 +173,7 @@ function showDevices() {
     ["Blocks scored", (device, at) => counted(at("dropkv_worker_blocks_total"), whole)],
     ["Workers replaced", (device, at) => counted(at("dropkv_worker_restarts_total"), whole)],
     ["Scratch", (device, at) => counted(at("dropkv_worker_scratch_bytes"), bytes)],
+    ["Memory of its process", (device, at) => counted(at("dropkv_worker_resident_memory_bytes"), bytes)],
     ["Clients' memory mapped", (device, at) => counted(at("dropkv_worker_mapped_bytes"), bytes)],
     ["Process", (device) => ({ text: device.pid > 0 ? String(device.pid) : "none" })],
   ];

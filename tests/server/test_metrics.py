@@ -55,6 +55,7 @@ class Text(unittest.TestCase):
                      'dropkv_worker_restarts_total{worker="0",device="cpu"}', "dropkv_degraded_total"):
             self.assertIn(name, metrics)
         self.assertGreater(metrics["process_resident_memory_bytes"], 1 << 20)
+        self.assertGreater(metrics['dropkv_worker_resident_memory_bytes{worker="0",device="cpu"}'], 1 << 20)
         self.assertLess(abs(metrics["process_start_time_seconds"] - time.time()), 60)
 
     @unittest.skipUnless(shutil.which("promtool"), "promtool is not installed")
