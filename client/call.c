@@ -256,18 +256,35 @@ void dkv_call_trim(struct dkv_call *call)
         dkv_call_fini(call);
 }
 
+/* ---- what both have ---- */
+
+static enum dkv_status check_places(const struct dkv_call *call, struct dkv_error *err)
+{
+    if (call->fence.buffer != NULL && call->fence.offset % 8 != 0)
+        return dkv_error_set(err, DKV_E_INVALID, "fence_offset %zu is not a multiple of 8",
+                             call->fence.offset);
+    if (call->output.buffer != NULL && call->output.offset % 4 != 0)
+        return dkv_error_set(err, DKV_E_INVALID, "output_offset %zu is not a multiple of 4",
+                             call->output.offset);
+    return DKV_OK;
+}
+
 /* ---- a request ---- */
 
 enum dkv_status dkv_call_init(struct dkv_call *call, const struct dropkv_request *request,
                               struct dkv_error *err)
 {
-    struct dropkv_request r;
+    struct dropkv_request r = {0};
     enum dkv_status status = dkv_take_struct(request, offsetof(struct dropkv_request, want_scores),
                                              &r, sizeof(r), "request", "REQUEST", err);
     if (status == DKV_OK)
         status = check_counts(&r, err);
     if (status == DKV_OK)
         status = take_params(&call->request.params, r.params, r.n_params, err);
+    call->fence = (struct dkv_call_fence){r.fence, r.fence_offset, r.fence_value};
+    call->output = (struct dkv_call_output){r.output, r.output_offset, r.output_bytes};
+    if (status == DKV_OK)
+        status = check_places(call, err);
     if (status != DKV_OK)
         return status;
     if (!reserve_blocks(call, r.batch) || !reserve_floats(call, 2 * (r.kv_heads + r.q_heads)))
@@ -302,12 +319,6 @@ static enum dkv_status check_prompt(const struct dropkv_prompt *prompt, struct d
     if (prompt->cache == NULL || prompt->stash == NULL)
         return dkv_error_set(err, DKV_E_INVALID, "%s is null",
                              prompt->cache == NULL ? "cache" : "stash");
-    if (prompt->fence != NULL && prompt->fence_offset % 8 != 0)
-        return dkv_error_set(err, DKV_E_INVALID, "fence_offset %zu is not a multiple of 8",
-                             prompt->fence_offset);
-    if (prompt->output != NULL && prompt->output_offset % 4 != 0)
-        return dkv_error_set(err, DKV_E_INVALID, "output_offset %zu is not a multiple of 4",
-                             prompt->output_offset);
     return check_table(prompt, err);
 }
 
@@ -317,8 +328,13 @@ enum dkv_status dkv_call_init_prompt(struct dkv_call *call, const struct dropkv_
     struct dropkv_prompt *p = &call->prompt;
     enum dkv_status status = dkv_take_struct(prompt, offsetof(struct dropkv_prompt, user), p,
                                              sizeof(*p), "prompt", "PROMPT", err);
+    if (status != DKV_OK)
+        return status;
+    call->fence = (struct dkv_call_fence){p->fence, p->fence_offset, p->fence_value};
+    call->output = (struct dkv_call_output){p->output, p->output_offset, p->output_bytes};
+    status = check_prompt(p, err);
     if (status == DKV_OK)
-        status = check_prompt(p, err);
+        status = check_places(call, err);
     if (status == DKV_OK)
         status = take_params(&call->request.params, p->params, p->n_params, err);
     if (status != DKV_OK)

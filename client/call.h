@@ -25,6 +25,17 @@ struct dkv_call {
     float *floats;            /* copies of head_scales and sink_logits */
     uint32_t blocks_room, floats_room;
 
+    /* What a request and a prompt have in common; NULL buffers: none. */
+    struct dkv_call_fence {
+        const struct dropkv_buffer *buffer;
+        size_t offset;
+        uint64_t value;
+    } fence;
+    struct dkv_call_output {
+        const struct dropkv_buffer *buffer;
+        size_t offset, bytes;
+    } output;
+
     bool is_prompt;
     struct dropkv_prompt prompt; /* without params; `table` is NULL, or the copy */
     void *table;

@@ -344,6 +344,16 @@ struct dropkv_request {
     int64_t timeout_us; /* deadline, counted from submission; 0: the parameter `timeout` if it is
                            given, else the client's */
     void *user;         /* comes back in the result; never looked at */
+
+    /* Over unix:/// only, and as in dropkv_prompt below: nothing is read before the number at
+     * fence_offset is fence_value or more, and the answer goes to output. With a fence all three
+     * tensors lie in buffers, since what is sent is read at once. NULL: neither. */
+    const struct dropkv_buffer *fence;
+    size_t fence_offset;
+    uint64_t fence_value;
+    const struct dropkv_buffer *output;
+    size_t output_offset;
+    size_t output_bytes;
 };
 
 /* clang-format off */

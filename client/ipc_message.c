@@ -106,6 +106,10 @@ static enum dkv_status make_bulk(struct dkv_transport *t, const struct dkv_call 
             const enum dkv_status status = dkv_ipc_check_copying(t, view->base, view->bytes, err);
             if (status != DKV_OK)
                 return status;
+            if (call->fence.buffer != NULL)
+                return dkv_error_set(err, DKV_E_INVALID,
+                                     "fence: a tensor lies in no buffer that the daemon has, and "
+                                     "would be sent before the fence");
             bytes += tensor_bytes(&tensors[k]);
         }
     }
@@ -167,6 +171,24 @@ static size_t put_block(const struct dkv_transport *t, const struct dkv_block *b
     return dkv_wire_put_block(out, &wire);
 }
 
+enum dkv_status dkv_ipc_name_places(const struct dkv_transport *t, const struct dkv_call *call,
+                                    struct dkv_wire_fence *fence, struct dkv_wire_output *output,
+                                    struct dkv_error *err)
+{
+    enum dkv_status status = DKV_OK;
+    if (call->fence.buffer != NULL) {
+        fence->offset = call->fence.offset;
+        fence->value = call->fence.value;
+        status = dkv_ipc_region_number(t, call->fence.buffer, "fence", &fence->region, err);
+    }
+    if (status == DKV_OK && call->output.buffer != NULL) {
+        output->offset = call->output.offset;
+        output->bytes = call->output.bytes;
+        status = dkv_ipc_region_number(t, call->output.buffer, "output", &output->region, err);
+    }
+    return status;
+}
+
 size_t dkv_ipc_put_params(const struct dkv_call *call, uint64_t timeout_us,
                           uint8_t out[DKV_WIRE_PARAMS_MAX])
 {
@@ -187,11 +209,14 @@ enum dkv_status dkv_ipc_put_blocks(struct dkv_transport *t, const struct dkv_cal
         return status;
     struct bulk bulk = {request->bulk != NULL ? request->bulk->bytes : NULL, floats_bytes(call)};
     const size_t n_params = dkv_ipc_put_params(call, timeout_us, params);
-    const struct dkv_wire_blocks wire = {
+    struct dkv_wire_blocks wire = {
         .n_blocks = call->request.n_blocks,
         .params_bytes = (uint16_t)n_params,
         .flags = call->request.want_scores ? DKV_WIRE_WANT_SCORES : 0,
     };
+    status = dkv_ipc_name_places(t, call, &wire.fence, &wire.output, err);
+    if (status != DKV_OK)
+        return status;
     put_floats(call, bulk.bytes, places);
     size_t n = dkv_wire_put_blocks(request->payload, &wire);
     memcpy(request->payload + n, params, n_params);

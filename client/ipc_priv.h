@@ -261,6 +261,13 @@ enum dkv_status dkv_ipc_put_prompt(struct dkv_transport *t, const struct dkv_cal
                                    uint64_t timeout_us, struct dkv_ipc_request *request,
                                    struct dkv_error *err);
 
+/* Names the buffers of the call's fence and output, if it has them. NOT_FOUND, why they were
+ * refused.
+ */
+enum dkv_status dkv_ipc_name_places(const struct dkv_transport *t, const struct dkv_call *call,
+                                    struct dkv_wire_fence *fence, struct dkv_wire_output *output,
+                                    struct dkv_error *err);
+
 /* Parameters as they are sent; returns their bytes. */
 size_t dkv_ipc_put_params(const struct dkv_call *call, uint64_t timeout_us,
                           uint8_t out[DKV_WIRE_PARAMS_MAX]);

@@ -33,9 +33,8 @@ static enum dkv_status name_objects(const struct dkv_transport *t,
     return status;
 }
 
-static enum dkv_status name_buffers(const struct dkv_transport *t,
-                                    const struct dropkv_prompt *prompt, struct dkv_wire_score *wire,
-                                    struct dkv_error *err)
+static enum dkv_status name_table(const struct dkv_transport *t, const struct dropkv_prompt *prompt,
+                                  struct dkv_wire_score *wire, struct dkv_error *err)
 {
     enum dkv_status status = DKV_OK;
     if (prompt->table_buffer != NULL) {
@@ -43,16 +42,6 @@ static enum dkv_status name_buffers(const struct dkv_transport *t,
         wire->table_offset = prompt->table_offset;
         status = dkv_ipc_region_number(t, prompt->table_buffer, "table_buffer", &wire->table_region,
                                        err);
-    }
-    if (status == DKV_OK && prompt->fence != NULL) {
-        wire->fence.offset = prompt->fence_offset;
-        wire->fence.value = prompt->fence_value;
-        status = dkv_ipc_region_number(t, prompt->fence, "fence", &wire->fence.region, err);
-    }
-    if (status == DKV_OK && prompt->output != NULL) {
-        wire->output.offset = prompt->output_offset;
-        wire->output.bytes = prompt->output_bytes;
-        status = dkv_ipc_region_number(t, prompt->output, "output", &wire->output.region, err);
     }
     return status;
 }
@@ -101,7 +90,9 @@ enum dkv_status dkv_ipc_put_prompt(struct dkv_transport *t, const struct dkv_cal
     };
     enum dkv_status status = name_objects(t, prompt, &wire, err);
     if (status == DKV_OK)
-        status = name_buffers(t, prompt, &wire, err);
+        status = name_table(t, prompt, &wire, err);
+    if (status == DKV_OK)
+        status = dkv_ipc_name_places(t, call, &wire.fence, &wire.output, err);
     if (status == DKV_OK)
         status = put_table(t, prompt, &wire, request, err);
     if (status != DKV_OK)

@@ -27,7 +27,7 @@ static bool is_expected(const struct dkv_call *call, const struct dkv_wire_resul
                         const struct shape *shape, uint64_t bulk_bytes)
 {
     const bool with_scores = call->request.want_scores;
-    const bool in_region = call->is_prompt && call->prompt.output != NULL;
+    const bool in_region = call->output.buffer != NULL;
     if (wire->n_blocks != shape->n_blocks || wire->in_region != in_region ||
         shape->kv_heads > DKV_HEADS_MAX || shape->keep_tokens > shape->n_tokens)
         return false;
@@ -44,19 +44,17 @@ static bool is_expected(const struct dkv_call *call, const struct dkv_wire_resul
             return false;
     }
     const uint64_t all_bytes = shape->n_blocks * (keep_bytes + scores_bytes);
-    return in_region ? bulk_bytes == 0 && all_bytes <= call->prompt.output_bytes
-                     : bulk_bytes == all_bytes;
+    return in_region ? bulk_bytes == 0 && all_bytes <= call->output.bytes : bulk_bytes == all_bytes;
 }
 
 static enum dkv_status make_room(struct dkv_job *job, const struct shape *shape,
                                  struct dkv_error *err)
 {
     const struct dkv_call *call = &job->call;
-    const struct dropkv_prompt *prompt = &call->prompt;
-    if (!call->is_prompt || prompt->output == NULL)
+    if (call->output.buffer == NULL)
         return dkv_result_reserve(job->result, shape->n_blocks, shape->kv_heads, shape->n_tokens,
                                   shape->keep_tokens, call->request.want_scores, err);
-    const uint8_t *base = (const uint8_t *)prompt->output->base + prompt->output_offset;
+    const uint8_t *base = (const uint8_t *)call->output.buffer->base + call->output.offset;
     const uint64_t keep_bytes = shape->n_blocks * shape->keep_tokens * shape->kv_heads *
                                 sizeof(int32_t);
     dkv_result_borrow(job->result, shape->n_blocks, shape->kv_heads, shape->n_tokens,

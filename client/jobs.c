@@ -192,7 +192,13 @@ static enum dkv_status submit(struct dropkv_client *client, const struct dropkv_
         KNOWS(request, timeout_us) ? request->timeout_us : 0,
         KNOWS(request, user) ? request->user : NULL,
     };
+    const struct dkv_call *call = &(*job_out)->call;
     status = dkv_call_init(&(*job_out)->call, request, err);
+    if (status == DKV_OK && client->ops->objects == NULL &&
+        (call->fence.buffer != NULL || call->output.buffer != NULL))
+        status = dkv_error_set(err, DKV_E_UNSUPPORTED,
+                               "%s: only a daemon at unix:///PATH has buffers",
+                               call->fence.buffer != NULL ? "fence" : "output");
     return start(client, *job_out, status, &wish, err);
 }
 

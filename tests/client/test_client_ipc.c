@@ -273,6 +273,57 @@ static void scales_per_head_and_sink_logits_cross_the_socket(void **unused)
     dropkv_buffer_free(buffer);
 }
 
+/* That the daemon has looked at the fence is known from its answer to a later message. */
+static void plain_requests_wait_for_fences_and_answer_into_buffers(void **unused)
+{
+    enum { AT = 8, BYTES = BATCH * KV_HEADS * (30 + TOKENS) * 4 };
+    struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
+    struct dropkv_client *http = dkv_test_open("http://127.0.0.1:1");
+    struct dropkv_buffer *buffer = share(client);
+    struct dropkv_buffer *out = dkv_test_buffer(client, AT + BYTES, true);
+    struct dropkv_result *result;
+    struct dropkv_error error;
+    (void)unused;
+    struct dropkv_request r = make_request(&tensors, BATCH);
+    r.want_scores = 1;
+    struct dropkv_result *wanted = dkv_test_expect(&r);
+    uint64_t *slot = dropkv_buffer_data(out);
+    r.fence = r.output = out;
+    r.fence_value = 3;
+    r.output_offset = AT;
+    r.output_bytes = BYTES;
+    assert_int_equal(dropkv_score(client, &r, &result, &error), DROPKV_E_INVALID);
+    assert_non_null(strstr(error.text, "before the fence"));
+    struct tensors *shared = dropkv_buffer_data(buffer);
+    r.query.data = shared->query;
+    r.key.data = shared->key;
+    r.value.data = shared->value;
+    memset(shared, 0xff, sizeof(*shared)); /* not a number: reading it early would be an error */
+    assert_int_equal(dropkv_submit(client, &r, NULL, &error), DROPKV_OK);
+    assert_int_equal(dropkv_health(client, 0, &error), DROPKV_OK);
+    assert_int_equal(dropkv_in_flight(client), 1);
+    memcpy(shared, &tensors, sizeof(tensors));
+    __atomic_store_n(slot, 3, __ATOMIC_RELEASE);
+    assert_int_equal(dropkv_dispatch(client, -1, &error), DROPKV_OK);
+    result = dropkv_next_result(client);
+    assert_non_null(result);
+    assert_same(result, wanted);
+    assert_ptr_equal(result->keep_indices, (char *)slot + AT);
+    dropkv_result_free(result);
+    dropkv_result_free(wanted);
+    r.fence_offset = 4;
+    assert_int_equal(dropkv_score(client, &r, &result, &error), DROPKV_E_INVALID);
+    r.fence = NULL;
+    r.output_bytes = BYTES - 1;
+    assert_int_equal(dropkv_score(client, &r, &result, &error), DROPKV_E_INVALID);
+    assert_int_equal(dropkv_score(http, &r, &result, &error), DROPKV_E_UNSUPPORTED);
+    assert_non_null(strstr(error.text, "output"));
+    dropkv_client_close(http);
+    dropkv_client_close(client);
+    dropkv_buffer_free(buffer);
+    dropkv_buffer_free(out);
+}
+
 /* A buffer as dropkv_buffer_from_cuda() makes it, of a GPU that nobody has. */
 static struct dropkv_buffer gpu_buffer(const void *at, size_t bytes)
 {
@@ -439,6 +490,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(what_lies_in_a_buffer_is_read_there),
         cmocka_unit_test(strides_and_the_order_of_dimensions_are_numbers),
         cmocka_unit_test(scales_per_head_and_sink_logits_cross_the_socket),
+        cmocka_unit_test(plain_requests_wait_for_fences_and_answer_into_buffers),
         cmocka_unit_test(gpu_memory_that_a_daemon_refuses_is_never_read_here),
         cmocka_unit_test(gpu_memory_is_for_the_local_socket),
         cmocka_unit_test(what_is_no_gpu_memory_makes_no_buffer),
