@@ -108,16 +108,27 @@ static void on_hangup(uv_signal_t *handle, int number)
     dkv_notify_send(&life->notify, "READY=1");
 }
 
+/* `first` is what else the message says. */
+static void say_serving(const struct life *life, const char *first)
+{
+    dkv_notify_send(&life->notify, "%s\nSTATUS=serving with engine %s on %s", first,
+                    life->server.engine_info.backend, life->server.engine_info.device);
+}
+
 /* The loop turns, or this would not run; queue and workers have to show that they do. */
 static void on_alive_timer(uv_timer_t *timer)
 {
     struct life *life = timer->data;
     const char *why = NULL;
     const bool alive = dkv_backend_pulse(life->server.backend, &why);
-    if (alive)
+    if (alive && life->mute && !life->server.leaving)
+        say_serving(life, "WATCHDOG=1");
+    else if (alive)
         dkv_notify_send(&life->notify, "WATCHDOG=1");
-    else if (!life->mute)
+    if (!alive && !life->mute) {
         dkv_log(DKV_LOG_WARN, "the watchdog gets no sign of life: %s", why);
+        dkv_notify_send(&life->notify, "STATUS=in trouble: %s", why);
+    }
     life->mute = !alive;
 }
 
@@ -299,8 +310,7 @@ int dkv_server_run(struct dkv_config_state *state, int argc, const char **argv)
 
     int exit_status = 0;
     if (start(&life, &err) == DKV_OK) {
-        dkv_notify_send(&life.notify, "READY=1\nSTATUS=serving with engine %s on %s",
-                        life.server.engine_info.backend, life.server.engine_info.device);
+        say_serving(&life, "READY=1");
         keep_alive(&life);
         uv_run(&life.loop, UV_RUN_DEFAULT);
         if (*config->port_file != '\0')

@@ -149,7 +149,9 @@ class Notification(unittest.TestCase):
             self.assertTrue(any(self.manager.is_silent(0.4) for _ in range(20)))
             daemon.wait_for_log("no sign of life: a worker is silent")
             os.kill(daemon.worker(), signal.SIGCONT)
-            self.assertEqual(self.manager.hear(), {"WATCHDOG": "1"})
+            said = self.manager.hear()
+            self.assertEqual(said["WATCHDOG"], "1")
+            self.assertIn("serving", said["STATUS"])
 
     def test_the_watchdog_is_not_fed_while_no_device_answers(self):
         environment = {"NOTIFY_SOCKET": self.address, "WATCHDOG_USEC": "200000", "DROPKVD_DIE_AT": "run:1"}
@@ -157,6 +159,8 @@ class Notification(unittest.TestCase):
             daemon.ask(infer_request())  # its worker dies, and the next one
             daemon.wait_for_log("the device is given up")
             daemon.wait_for_log("no sign of life: no device answers")
+            while "no device answers" not in self.manager.hear().get("STATUS", ""):
+                pass
 
     def test_a_watchdog_of_another_process_is_none_of_ours(self):
         environment = {"NOTIFY_SOCKET": self.address, "WATCHDOG_USEC": "1000", "WATCHDOG_PID": "1"}
