@@ -204,7 +204,7 @@ function showDevices() {
 const OUTCOMES = {
   ok: "answered",
   invalid: "the caller has to change it",
-  busy: "full, or over its share",
+  busy: "full, over its share, or no device",
   timeout: "its deadline passed",
   cancelled: "the caller went away",
   draining: "shutting down",
@@ -237,6 +237,7 @@ function showFacts() {
     ["Regions lent, GPU", 'dropkv_regions{kind="device"}', whole],
     ["Released after a disconnect", 'dropkv_regions_released_total{reason="disconnect"}', whole],
     ["Received over HTTP", 'dropkv_bytes_in_total{transport="http"}', bytes],
+    ["Received over the socket", 'dropkv_bytes_in_total{transport="socket"}', bytes],
     ["Read in shared memory", 'dropkv_bytes_in_total{transport="shared"}', bytes],
     ["Read in GPU memory", 'dropkv_bytes_in_total{transport="device"}', bytes],
     ["NaN or infinity refused", 'dropkv_nonfinite_inputs_total{action="refused"}', whole],

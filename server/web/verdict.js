@@ -22,7 +22,7 @@ function judge(history, stats) {
   const ended = (outcome) => grew('dropkv_requests_total{outcome="' + outcome + '"}');
   const tell = (list, n, sentence) => n > 0 && list.push(plural(n, "request", "requests") + " " + sentence + " " + lately + ".");
   tell(bad, ended("failed"), "failed on our side");
-  tell(warn, ended("busy"), "refused because the queue or a share of it was full");
+  tell(warn, ended("busy"), "refused as busy (the queue or a share of it was full, or no device answered)");
   tell(warn, ended("timeout"), "ended because of a deadline");
   tell(warn, grew("dropkv_degraded_total"), "answered by recency instead of scores");
   tell(notes, ended("invalid"), "refused because the caller has to change them");
