@@ -28,6 +28,7 @@ enum {
     OPT_RATE,
     OPT_DURATION,
     OPT_WARMUP,
+    OPT_BUSY_POLL,
 };
 
 static bool take_number(struct dkv_bench_options *o, int val, const char *text)
@@ -45,6 +46,7 @@ static bool take_number(struct dkv_bench_options *o, int val, const char *text)
     case OPT_RATE: return dkv_option_real("rate", text, 1e-3, 1e7, &o->rate);
     case OPT_DURATION: return dkv_option_real("duration", text, 1e-3, 86400, &o->duration_s);
     case OPT_WARMUP: return dkv_option_real("warmup", text, 0, 86400, &o->warmup_s);
+    case OPT_BUSY_POLL: return dkv_option_int("busy-poll", text, 0, 1000000, &o->busy_poll_us);
     default: return false;
     }
 }
@@ -233,6 +235,7 @@ static int run(struct dkv_bench *b)
         .struct_size = sizeof(options),
         .max_in_flight = b->n_streams,
         .max_connections = b->n_streams < 1024 ? b->n_streams : 1024,
+        .busy_poll_us = (uint32_t)b->o.busy_poll_us,
         .max_retries = -1, /* every failure counts */
     };
     if (dkv_open_endpoint(b->o.endpoint, &options, &b->client, &b->endpoint, &error) != DKV_OK)
@@ -283,6 +286,7 @@ int dkv_cmd_bench(int argc, const char **argv)
         {"streams", 0, POPT_ARG_STRING, NULL, OPT_STREAMS, "Requests in flight (1; with --rate at most 256)", "N"},
         {"rate", 0, POPT_ARG_STRING, NULL, OPT_RATE, "Open loop: requests due per second", "X"},
         {"duration", 0, POPT_ARG_STRING, NULL, OPT_DURATION, "Seconds to measure (5)", "X"},
+        {"busy-poll", 0, POPT_ARG_STRING, NULL, OPT_BUSY_POLL, "Microseconds to look for an answer before sleeping (0)", "N"},
         {"warmup", 0, POPT_ARG_STRING, NULL, OPT_WARMUP, "Seconds before that (0.5)", "X"},
         POPT_TABLEEND,
     };

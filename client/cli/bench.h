@@ -34,6 +34,7 @@ struct dkv_bench_options {
     double rate;     /* blocks a second; 0: closed loop */
     double duration_s;
     double warmup_s;
+    int64_t busy_poll_us;
 };
 
 /* Latencies. */

@@ -367,7 +367,9 @@ static void one_request(struct engine *e, const struct server *server, uint64_t 
 
 /* ---- a prompt: all layers in one message ---- */
 
-static void prompt(const struct server *server, uint64_t tokens, const char *where)
+/* Its answer is written to memory of the caller's. */
+static void prompt(const struct server *server, unsigned n_layers, uint64_t tokens,
+                   const char *where)
 {
     static struct times times;
     struct block_memory all;
@@ -377,25 +379,29 @@ static void prompt(const struct server *server, uint64_t tokens, const char *whe
     struct dropkv_stash_layout rows = DROPKV_STASH_LAYOUT_INIT;
     struct dropkv_cache *cache;
     struct dropkv_stash *stash;
+    struct dropkv_buffer *output;
     struct dropkv_client *client = connect_to(server);
     const uint64_t kv_bytes = (uint64_t)KV_HEADS * tokens * DIM * 2;
-    make_block(&all, true, tokens * LAYERS, 1);
+    const size_t answer_bytes = (size_t)n_layers * KV_HEADS * tokens * sizeof(int32_t);
+    make_block(&all, true, tokens * n_layers, 1);
     memset(layers, 0, sizeof(layers));
-    for (unsigned l = 0; l < LAYERS; l++) {
+    for (unsigned l = 0; l < n_layers; l++) {
         layers[l].key = (struct dropkv_view){.buffer = all.buffer,
                                              .offset = all.q_bytes + l * kv_bytes,
                                              .dtype = DROPKV_BF16,
                                              .token_stride = DIM * 2,
                                              .head_stride = (int64_t)tokens * DIM * 2};
         layers[l].value = layers[l].key;
-        layers[l].value.offset += LAYERS * kv_bytes;
+        layers[l].value.offset += n_layers * kv_bytes;
     }
     layout.q_heads = Q_HEADS, layout.kv_heads = KV_HEADS, layout.head_dim = DIM;
-    layout.n_layers = LAYERS, layout.layers = layers;
-    rows.buffer = all.buffer, rows.dtype = DROPKV_BF16, rows.n_layers = LAYERS;
+    layout.n_layers = n_layers, layout.layers = layers;
+    rows.buffer = all.buffer, rows.dtype = DROPKV_BF16, rows.n_layers = n_layers;
     rows.n_slots = 1, rows.n_rows = WINDOW;
     rows.head_stride = DIM * 2, rows.row_stride = Q_HEADS * DIM * 2;
-    if (dropkv_client_add_buffer(client, all.buffer, &error) != DROPKV_OK ||
+    if (dropkv_buffer_new(answer_bytes, &output, &error) != DROPKV_OK ||
+        dropkv_client_add_output(client, output, &error) != DROPKV_OK ||
+        dropkv_client_add_buffer(client, all.buffer, &error) != DROPKV_OK ||
         dropkv_cache_add(client, &layout, &cache, &error) != DROPKV_OK ||
         dropkv_stash_add(client, &rows, &stash, &error) != DROPKV_OK)
         die("cache", error.text);
@@ -403,6 +409,7 @@ static void prompt(const struct server *server, uint64_t tokens, const char *whe
     ask.cache = cache, ask.stash = stash, ask.n_tokens = (uint32_t)tokens;
     ask.newest_row = WINDOW - 1, ask.q_rows = WINDOW;
     ask.params = params, ask.n_params = 2;
+    ask.output = output, ask.output_bytes = answer_bytes;
     const double began = now_us();
     double now = began;
     times.n = 0;
@@ -416,9 +423,11 @@ static void prompt(const struct server *server, uint64_t tokens, const char *whe
         if (now > began + seconds * 2e5)
             times.us[times.n++] = now - sent;
     }
-    printf("    %u layers of %llu tokens in one message%s: p50 %.1f us, p99 %.1f us\n", LAYERS,
-           (unsigned long long)tokens, where, quantile(&times, 0.5), quantile(&times, 0.99));
+    printf("    %u layer%s of %llu tokens in one message%s: p50 %.1f us, p99 %.1f us\n", n_layers,
+           n_layers == 1 ? "" : "s", (unsigned long long)tokens, where, quantile(&times, 0.5),
+           quantile(&times, 0.99));
     dropkv_client_close(client);
+    dropkv_buffer_free(output);
     dkv_bench_cuda_free(all.memory);
 }
 
@@ -653,7 +662,9 @@ int main(int argc, char **argv)
         one_request(&engine, &server, 4096);
         one_request(&engine, &server, 32768);
         one_request(&engine, &server, 131072);
-        prompt(&server, 4096, "");
+        prompt(&server, 1, 4096, "");
+        prompt(&server, 1, 131072, "");
+        prompt(&server, LAYERS, 4096, "");
     }
     busy_poll_us = 0;
     many_streams(&engine, &server, &single, true);
@@ -664,7 +675,7 @@ int main(int argc, char **argv)
     nanosleep(&(struct timespec){1, 500000000}, NULL); /* until its context is there */
     beside_hog(&engine, &server, 4096);
     beside_hog(&engine, &server, 131072);
-    prompt(&server, 4096, ", there");
+    prompt(&server, LAYERS, 4096, ", there");
     kill(hog, SIGKILL);
     waitpid(hog, NULL, 0);
     engine.ops->close(engine.engine);

@@ -32,18 +32,24 @@ class CudaError(Exception):
 
 
 class Gpu:
-    """Device 0, its primary context current on this thread."""
+    """A device, its primary context current on this thread."""
 
-    def __init__(self):
+    def __init__(self, ordinal=0):
         self.lib = ctypes.CDLL("libcuda.so.1")
         self.call("cuInit", 0)
-        device, context = _int(), ctypes.c_void_p()
-        self.call("cuDeviceGet", ctypes.byref(device), 0)
-        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self.call("cuCtxSetCurrent", context)
+        device, self.context, count = _int(), ctypes.c_void_p(), _int()
+        self.call("cuDeviceGetCount", ctypes.byref(count))
+        self.ordinal, self.n_gpus = ordinal, count.value
+        self.call("cuDeviceGet", ctypes.byref(device), ordinal)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), device)
+        self.enter()
         uuid = (ctypes.c_ubyte * 16)()
         self.call("cuDeviceGetUuid_v2", uuid, device)
         self.uuid = bytes(uuid)
+
+    def enter(self):
+        """Makes it the current one, if there are several."""
+        self.call("cuCtxSetCurrent", self.context)
 
     def call(self, name, *arguments):
         result = getattr(self.lib, name)(*arguments)
@@ -87,7 +93,8 @@ class Gpu:
 
     def create(self, n_bytes, handle_types=FD_HANDLE, location=DEVICE_LOCATION):
         memory = _u64()
-        properties = Properties(type=1, handle_types=handle_types, location=Location(location, 0))
+        place = Location(location, self.ordinal if location == DEVICE_LOCATION else 0)
+        properties = Properties(type=1, handle_types=handle_types, location=place)
         self.call("cuMemCreate", ctypes.byref(memory), _size(n_bytes), ctypes.byref(properties), _u64(0))
         return memory.value
 
@@ -121,7 +128,7 @@ class Vmm:
         gpu.call("cuMemAddressReserve", ctypes.byref(pointer), _size(self.bytes), _size(0), _u64(0), _u64(0))
         self.pointer = pointer.value
         self.fds = []
-        access = Access(Location(DEVICE_LOCATION, 0), 3)
+        access = Access(Location(DEVICE_LOCATION, gpu.ordinal), 3)
         for offset, n_bytes in self.chunks:
             memory = gpu.create(n_bytes, FD_HANDLE if export else NO_HANDLE, location)
             gpu.call("cuMemMap", _u64(self.pointer + offset), _size(n_bytes), _size(0), _u64(memory), _u64(0))

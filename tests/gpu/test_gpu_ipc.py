@@ -48,13 +48,17 @@ def numbers(seed):
     return array.array("f", [source.gauss(0, 1) for _ in range(ALL_BYTES // 4)]).tobytes()
 
 
-def message(region, offset=0, flags=1, fence=(0, 0, 0), params=PARAMS, output=(0, 0, 0)):
-    """A request for a block that lies at `offset` of a region; region 0: it comes along."""
+def block_of(region, offset=0):
+    """A block that lies at `offset` of a region; region 0: in the bulk."""
     row = 4 * DIM
     views = [wire.view(region, offset, row, row * ROWS), wire.view(region, offset + Q_BYTES, row, row * TOKENS),
              wire.view(region, offset + Q_BYTES + KV_BYTES, row, row * TOKENS)]
-    block = wire.block(views, q_heads=Q_HEADS, kv_heads=KV_HEADS, dim=DIM, rows=ROWS, tokens=TOKENS)
-    return wire.score_blocks([block], params, flags, fence, output)
+    return wire.block(views, q_heads=Q_HEADS, kv_heads=KV_HEADS, dim=DIM, rows=ROWS, tokens=TOKENS)
+
+
+def message(region, offset=0, flags=1, fence=(0, 0, 0), params=PARAMS, output=(0, 0, 0)):
+    """A request for one such block."""
+    return wire.score_blocks([block_of(region, offset)], params, flags, fence, output)
 
 
 def big_message(region, tokens, heads=8, dim=128):
@@ -705,8 +709,10 @@ class Restarts(Case):
         pointer = self.gpu.alloc(4 * MIB)
         self.gpu.write(vmm.pointer, numbers(1))
         self.gpu.write(pointer, numbers(2))
+        large = Vmm(self.gpu, [(i << 30, 1 << 30) for i in range(8)])
         a = self.add(vmm.fds, n_bytes=4 * MIB, kind=3, chunks=vmm.chunks)
         b = self.add(n_bytes=4 * MIB, kind=2, handle=self.gpu.legacy_handle(pointer))
+        c = self.add(large.fds, n_bytes=8 << 30, kind=3, chunks=large.chunks)
         times = []
         for _ in range(5):
             pid, start = self.kill_worker(), time.monotonic()
@@ -719,9 +725,10 @@ class Restarts(Case):
             self.assertEqual(answer.bulk, world.answer(self.client, 1))
             self.assert_answer(b, seed=2)
             self.assertNotEqual(world.worker(), pid)
-        print("  workers killed with memory lent: right answers again after %s ms" % ", ".join("%.0f" % (1e3 * t) for t in times))
-        self.drop(a)
-        self.drop(b)
+        print("  workers killed with 8 GiB of memory lent: right answers again after %s ms" % ", ".join("%.0f" % (1e3 * t) for t in times))
+        for region in (a, b, c):
+            self.drop(region)
+        large.free()
         vmm.free()
         self.gpu.free(pointer)
 
@@ -741,6 +748,62 @@ class Restarts(Case):
         self.assertEqual((status, "registered anew" in text), (wire.NOT_FOUND, True), text)
         self.assert_inline()
         self.drop(region)
+
+
+class TwoGpus(unittest.TestCase):
+    """A daemon with two: each block goes to the one that holds its memory."""
+
+    def test_blocks_go_where_their_memory_is(self):
+        if world.gpu.n_gpus < 2:
+            self.skipTest("one GPU is here")
+        import socket_daemon
+        gpus = [world.gpu, cuda.Gpu(1)]
+        lent = []
+        for i, gpu in enumerate(gpus):
+            gpu.enter()
+            vmm = Vmm(gpu, [(0, 2 * MIB)])
+            gpu.write(vmm.pointer, numbers(i + 1))
+            pointer = gpu.alloc(4 * MIB)
+            gpu.write(pointer, numbers(i + 1))
+            lent.append((vmm, pointer, gpu.legacy_handle(pointer)))
+        with socket_daemon.SocketDaemon(DROPKVD, "--device", "cuda:0", "--device", "cuda:1") as daemon, Client(daemon.path) as client:
+            self.assertEqual(struct.unpack_from("<H", client.welcome.payload, 6)[0], 2)
+            expected = [client.ask(wire.SCORE_BLOCKS, message(0), numbers(i + 1)) for i in (0, 1)]
+            wanted = [answer.keep()[0] for answer in expected]
+            regions = []
+            for gpu, (vmm, _, handle) in zip(gpus, lent):
+                regions.append(client.ask(wire.REGION_ADD, wire.region(2 * MIB, kind=3, uuid=gpu.uuid, chunks=vmm.chunks), fds=vmm.fds).object()[0])
+                regions.append(client.ask(wire.REGION_ADD, wire.region(4 * MIB, kind=2, uuid=gpu.uuid, handle=handle)).object()[0])
+            # One message, blocks of both GPUs and of the host in turn: answers in the order asked for.
+            order = [2, 0, None, 3, 1, None, 0, 2]
+            blocks = [block_of(0 if at is None else regions[at]) for at in order]
+            for _ in range(20):
+                answer = client.ask(wire.SCORE_BLOCKS, wire.score_blocks(blocks, PARAMS), numbers(1))
+                self.assertEqual(answer.keep(), [wanted[0 if at is None else at // 2] for at in order])
+            mixed = wire.block([wire.view(regions[0], 0, 4 * DIM, 4 * DIM * ROWS), wire.view(regions[0], Q_BYTES, 4 * DIM, 4 * DIM * TOKENS),
+                                wire.view(regions[2], Q_BYTES, 4 * DIM, 4 * DIM * TOKENS)],
+                               q_heads=Q_HEADS, kv_heads=KV_HEADS, dim=DIM, rows=ROWS, tokens=TOKENS)
+            status, text = client.ask(wire.SCORE_BLOCKS, wire.score_blocks([mixed], PARAMS)).error()
+            self.assertEqual((status, "two GPUs" in text), (wire.INVALID, True), text)
+            # Memory of the one said to lie on the other.
+            vmm, _, handle = lent[1]
+            status, text = client.ask(wire.REGION_ADD, wire.region(2 * MIB, kind=3, uuid=gpus[0].uuid, chunks=vmm.chunks), fds=vmm.fds).error()
+            self.assertEqual((status, "lies on device 1" in text), (wire.INVALID, True), text)
+            status, text = client.ask(wire.REGION_ADD, wire.region(4 * MIB, kind=2, uuid=gpus[0].uuid, handle=handle)).error()
+            self.assertEqual(status, wire.INVALID, text)
+            # A GPU whose worker dies answers for its memory again; the other goes on meanwhile.
+            ups = [int(found.group(1)) for found in (re.search(UP, line) for line in list(daemon.log)) if found]
+            os.kill(ups[1], signal.SIGKILL)
+            for at in (0, 2, 1, 3):
+                answer = client.ask(wire.SCORE_BLOCKS, message(regions[at], flags=0))
+                while answer.kind == wire.ERROR and answer.error()[0] == wire.UNAVAILABLE:
+                    answer = client.ask(wire.SCORE_BLOCKS, message(regions[at], flags=0))
+                self.assertEqual(answer.keep()[0], wanted[at // 2])
+        for gpu, (vmm, pointer, _) in zip(gpus, lent):
+            gpu.enter()
+            vmm.free()
+            gpu.free(pointer)
+        gpus[0].enter()
 
 
 def main():

@@ -281,6 +281,27 @@ class Group(unittest.TestCase):
             self.assertEqual(self.try_as(path, STRANGERS), "closed")
             daemon.wait_for_log("user %d may not connect" % NOBODY)
 
+    def test_legacy_handles_are_for_the_daemons_own_user(self):
+        """They carry no rights; descriptors do, and are refused here for want of a GPU alone."""
+        path = self.folder() + "/run/dropkvd.sock"
+        legacy = wire.region(64, kind=2, uuid=b"u" * 16, handle=b"h" * 64)
+        chunks = wire.region(64, kind=3, uuid=b"u" * 16, chunks=[(0, 64)])
+        with ManagedDaemon({}, "--socket", path, "--socket-group", str(MEMBERS)):
+            pid = os.fork()
+            if pid == 0:
+                result = 1
+                try:
+                    os.setgroups([])
+                    os.setgid(MEMBERS)
+                    os.setuid(NOBODY)
+                    with wire.Client(path) as client, open("/dev/null", "rb") as file:
+                        denied, text = client.ask(wire.REGION_ADD, legacy).error()
+                        unsupported, _ = client.ask(wire.REGION_ADD, chunks, fds=[file.fileno()]).error()
+                    result = not (denied == wire.DENIED and "own user" in text and unsupported == wire.UNSUPPORTED)
+                finally:
+                    os._exit(result)
+            self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0)
+
     def test_an_unknown_group_is_refused_by_name(self):
         with self.assertRaisesRegex(AssertionError, "socket_group: 'no-such-group' is neither"):
             ManagedDaemon({}, "--socket", self.folder() + "/run/s", "--socket-group", "no-such-group")
