@@ -99,7 +99,7 @@ static void launch(struct dkv_backend *backend, struct dkv_admission_batch *batc
     backend->n_running += run->n_parts;
     backend->n_launched++;
     dkv_worker_launch(device->worker, run);
-    dkv_spin_poke(&backend->spin);
+    dkv_spin_poke(&backend->spin, DKV_SPIN_BATCH);
 }
 
 static void launch_all(struct dkv_backend *backend)
@@ -205,7 +205,7 @@ static void on_done(void *owner, unsigned index, struct dkv_run *run, uint64_t s
     }
     backend->n_running -= run->n_parts;
     run->batch = NULL;
-    dkv_spin_poke(&backend->spin);
+    dkv_spin_poke(&backend->spin, backend->n_running > 0 ? DKV_SPIN_BATCH : 1);
     dkv_admission_complete(backend->queue, batch, now_us());
     pump(backend);
 }

@@ -47,10 +47,10 @@ static void on_idle(uv_idle_t *idle)
         uv_idle_stop(idle);
 }
 
-void dkv_spin_poke(struct dkv_spin *spin)
+void dkv_spin_poke(struct dkv_spin *spin, unsigned times)
 {
     if (spin->patience_ns == 0)
         return;
-    spin->until_ns = dkv_clock_ns() + spin->patience_ns;
+    spin->until_ns = dkv_clock_ns() + spin->patience_ns * times;
     uv_idle_start(&spin->idle, on_idle);
 }

@@ -27,7 +27,10 @@ uint64_t dkv_spin_patience_ns(const struct dkv_config *config);
 void dkv_spin_open(struct dkv_spin *spin, uv_loop_t *loop, uint64_t patience_ns);
 void dkv_spin_close(struct dkv_spin *spin, uv_close_cb on_closed);
 
-/* Something moved: more is likely to follow at once. */
-void dkv_spin_poke(struct dkv_spin *spin);
+/* Something moved: more is likely to follow at once, or, if `times` is above 1, in a multiple of
+ * that time, as the end of a batch that was launched. */
+void dkv_spin_poke(struct dkv_spin *spin, unsigned times);
+
+#define DKV_SPIN_BATCH 5u
 
 #endif
