@@ -4,6 +4,7 @@
  * one meaning: a length or chunks, never both. */
 #include "server/http_scan.h"
 #include "server/routes.h"
+#include "server/trace.h"
 #include "tests/fuzz/fuzz.h"
 
 #include <stdlib.h>
@@ -34,6 +35,25 @@ static void add_field(struct dkv_http_head *head, char *line)
         head->fields[head->n_fields] = (struct dkv_http_field){line, strlen(line), value,
                                                                strlen(value)};
     head->n_fields++;
+}
+
+/* In a place of its own, so that reading past its end is noticed. What is taken is what the header
+ * says, and nothing of what is not taken stays. */
+static void judge_trace(const char *value)
+{
+    static const struct dkv_trace none;
+    struct dkv_trace trace;
+    char *copy = strdup(value);
+    HOLDS(copy != NULL);
+    if (dkv_trace_parse(copy, &trace)) {
+        HOLDS(strlen(trace.trace_id) == 32 && strlen(trace.parent_id) == 16);
+        HOLDS(strlen(trace.text) == 55 && strncmp(trace.text, copy, 55) == 0);
+        HOLDS(strspn(trace.text, "0123456789abcdef-") == 55);
+        HOLDS(memcmp(trace.text + 3, trace.trace_id, 32) == 0);
+    } else {
+        HOLDS(memcmp(&trace, &none, sizeof(none)) == 0);
+    }
+    free(copy);
 }
 
 /* A header that the scan called good, as a 0-terminated copy. */
@@ -67,6 +87,8 @@ static void judge(char *text)
         HOLDS(head.content_length <= rules.max_body_bytes);
         HOLDS(!head.has_length || !head.has_json_length || head.json_length <= head.content_length);
     }
+    if (head.traceparent != NULL)
+        judge_trace(head.traceparent);
     dkv_route_find(head.method, head.target, &match, &allow);
 }
 
