@@ -10,6 +10,7 @@ let paused = false;
 let timer = 0;
 let turn = 0;
 let answeredAt = 0; /* by performance.now() */
+let answeredTime = ""; /* the same by the clock on the wall */
 
 /* ---- figures at a glance ---- */
 
@@ -358,7 +359,13 @@ function take(values, newStats) {
   document.body.classList.remove("stale");
   document.documentElement.dataset.readings = String(history.readings.length);
   show();
-  setText(byId("when"), "as of " + new Date().toLocaleTimeString("en-GB"));
+  answeredTime = new Date().toLocaleTimeString("en-GB");
+  showWhen();
+}
+
+/* A page that stands still must not pass for one that is up to date. */
+function showWhen() {
+  if (answeredTime !== "") setText(byId("when"), (paused ? "paused, as of " : "as of ") + answeredTime);
 }
 
 /* The figures stay, marked as old: they are the last that is known. */
@@ -388,6 +395,7 @@ byId("pause").addEventListener("click", () => {
   byId("pause").setAttribute("aria-pressed", String(paused));
   setText(byId("pause"), paused ? "Go on" : "Pause");
   document.body.classList.toggle("paused", paused);
+  showWhen();
   loop();
 });
 document.addEventListener("visibilitychange", loop);

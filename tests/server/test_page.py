@@ -297,6 +297,7 @@ class InABrowser(unittest.TestCase):
             page.press("Enter")
             self.assertEqual(page.evaluate("document.getElementById('pause').getAttribute('aria-pressed')"), "true")
             page.wait("performance.getEntriesByType('resource').length > 0")
+            self.assertTrue(page.evaluate("document.getElementById('when').textContent").startswith("paused, as of"))
             asked = len(page.requests)
             page.evaluate("new Promise((done) => setTimeout(done, 2500))")
             self.assertLessEqual(len(page.requests), asked + 2)  # what was under way
