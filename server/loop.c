@@ -13,8 +13,8 @@
  * worker may be in the middle of a batch that nobody may wait for, and ends with this process.
  */
 #include "server/errand.h"
+#include "server/group_limits.h"
 #include "server/http.h"
-#include "server/memory_limit.h"
 #include "server/notify.h"
 #include "server/reload.h"
 #include "server/server.h"

@@ -2,6 +2,7 @@
 #include "server/spin.h"
 
 #include "server/clock.h"
+#include "server/group_limits.h"
 
 #include <sched.h>
 #include <string.h>
@@ -24,7 +25,8 @@ uint64_t dkv_spin_patience_ns(const struct dkv_config *config)
     if (config->busy_poll_us != 0)
         return config->busy_poll_us * 1000;
     if (!uses_gpu(config) || sched_getaffinity(0, sizeof(mine), &mine) != 0 ||
-        CPU_COUNT(&mine) < CPUS_TO_SPARE)
+        CPU_COUNT(&mine) < CPUS_TO_SPARE ||
+        dkv_cpu_limit("/proc/self/cgroup", "/sys/fs/cgroup") < CPUS_TO_SPARE * UINT64_C(1000))
         return 0;
     return GPU_PATIENCE_NS;
 }

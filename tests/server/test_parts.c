@@ -1,11 +1,13 @@
 /* Unit tests of the small parts of server/: log, metrics, tokens, addresses, bodies, deadlines. */
 #include "server/auth.h"
 #include "server/body.h"
+#include "server/clock.h"
 #include "server/conn.h"
+#include "server/group_limits.h"
 #include "server/listen.h"
 #include "server/log.h"
-#include "server/memory_limit.h"
 #include "server/metrics.h"
+#include "server/spin.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -328,6 +330,60 @@ static void tokens_of_another_user_may_be_readable_by_our_group(void **unused)
     dkv_auth_fini(&auth);
 }
 
+/* ---- looking before sleeping ---- */
+
+static void note_closed(uv_handle_t *handle)
+{
+    *(bool *)handle->data = true;
+}
+
+static void the_loop_looks_for_a_while_and_then_sleeps(void **unused)
+{
+    uv_loop_t loop;
+    struct dkv_spin spin;
+    bool closed = false;
+    (void)unused;
+    uv_loop_init(&loop);
+    dkv_spin_open(&spin, &loop, 2000000);
+    assert_false(uv_is_active((uv_handle_t *)&spin.idle));
+    const uint64_t began_ns = dkv_clock_ns();
+    dkv_spin_poke(&spin, 3);
+    assert_int_equal(uv_backend_timeout(&loop), 0); /* it does not wait for events */
+    while (uv_is_active((uv_handle_t *)&spin.idle))
+        uv_run(&loop, UV_RUN_NOWAIT);
+    assert_true(dkv_clock_ns() - began_ns >= 6000000);
+    dkv_spin_poke(&spin, 1); /* and again */
+    assert_true(uv_is_active((uv_handle_t *)&spin.idle));
+    spin.idle.data = &closed;
+    dkv_spin_close(&spin, note_closed);
+    uv_run(&loop, UV_RUN_DEFAULT);
+    assert_true(closed);
+    assert_int_equal(uv_loop_close(&loop), 0);
+
+    uv_loop_init(&loop);
+    dkv_spin_open(&spin, &loop, 0); /* never */
+    dkv_spin_poke(&spin, 5);
+    assert_false(uv_is_active((uv_handle_t *)&spin.idle));
+    spin.idle.data = &closed;
+    dkv_spin_close(&spin, note_closed);
+    uv_run(&loop, UV_RUN_DEFAULT);
+    assert_int_equal(uv_loop_close(&loop), 0);
+}
+
+static void how_long_it_looks_is_the_configurations(void **unused)
+{
+    struct dkv_config_state state;
+    struct dkv_error err;
+    (void)unused;
+    dkv_config_init(&state);
+    assert_int_equal(dkv_spin_patience_ns(&state.config), 0); /* the CPU has better to do */
+    assert_int_equal(
+        dkv_config_set(&state, dkv_config_find("busy_poll_us"), "70", DKV_SOURCE_ARG, "", &err),
+        DKV_OK);
+    assert_int_equal(dkv_spin_patience_ns(&state.config), 70000);
+    dkv_config_fini(&state);
+}
+
 /* ---- memory ---- */
 
 static void put(const char *folder, const char *name, const char *text)
@@ -363,10 +419,15 @@ static void the_least_limit_on_the_way_up_counts(void **unused)
     put(mount, "a/memory.max", "3000\n");
     put(mount, "a/b/memory.max", "5000\n");
     put(mount, "c/memory.max", "max\n");
+    put(mount, "a/cpu.max", "250000 100000\n"); /* two and a half processors */
+    put(mount, "a/b/cpu.max", "max 100000\n");
+    put(mount, "c/cpu.max", "100000 0\n"); /* no period: nothing to go by */
     snprintf(membership, sizeof(membership), "%s/membership", mount);
     for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
         put(mount, "membership", rows[i].membership);
         assert_true(dkv_memory_limit(membership, mount) == rows[i].bytes);
+        assert_true(dkv_cpu_limit(membership, mount) ==
+                    (rows[i].bytes == 3000 ? 2500 : UINT64_MAX));
     }
     /* A container's own mount begins at its group. */
     put(mount, "memory.max", "2000\n");
@@ -653,6 +714,8 @@ int main(void)
         cmocka_unit_test(tokens_belong_to_clients),
         cmocka_unit_test(a_bad_token_file_changes_nothing),
         cmocka_unit_test(tokens_of_another_user_may_be_readable_by_our_group),
+        cmocka_unit_test(the_loop_looks_for_a_while_and_then_sleeps),
+        cmocka_unit_test(how_long_it_looks_is_the_configurations),
         cmocka_unit_test(the_least_limit_on_the_way_up_counts),
         cmocka_unit_test(addresses_are_loopback_or_not),
         cmocka_unit_test(the_tensor_section_is_aligned_whatever_the_head),
