@@ -148,12 +148,19 @@ static void take_strip(struct dkv_stream *stream, const struct dkv_job *job)
 {
     uint64_t kept[DKV_STREAM_BINS] = {0}, room[DKV_STREAM_BINS] = {0};
     const int32_t *keep = job->keep;
+    uint64_t left = job->n_keep;
+    stream->has_strip = false;
     for (uint32_t i = 0; i < job->request.n_blocks; i++) {
         const uint64_t n_keep = job->plans != NULL ? job->plans[i].keep_tokens : job->keep_tokens;
         const uint64_t kv_heads = job->blocks != NULL ? job->blocks[i].kv_heads : job->kv_heads;
+        if (n_keep * kv_heads > left)
+            return; /* heads that keep different numbers: not laid out like this */
         add_block(keep, n_keep, kv_heads, n_tokens_of(job, i), kept, room);
         keep += n_keep * kv_heads;
+        left -= n_keep * kv_heads;
     }
+    if (left > 0)
+        return;
     for (unsigned bin = 0; bin < DKV_STREAM_BINS; bin++)
         stream->strip[bin] = (uint8_t)(room[bin] > 0 ? (255 * kept[bin] + room[bin] / 2) / room[bin]
                                                      : 0);

@@ -84,6 +84,13 @@ static void a_strip_says_how_much_of_each_part_was_kept(void **unused)
     for (unsigned bin = 0; bin < DKV_STREAM_BINS; bin++)
         sum += stream->strip[bin];
     assert_int_equal(sum, 255);
+    job.keep_tokens = 2; /* says more than there is, or less */
+    dkv_stream_answered(&streams, stream, &job, DKV_TRANSPORT_HTTP, 0, 0);
+    assert_false(stream->has_strip);
+    job.keep_tokens = 1;
+    job.n_keep = 2;
+    dkv_stream_answered(&streams, stream, &job, DKV_TRANSPORT_HTTP, 0, 0);
+    assert_false(stream->has_strip);
     dkv_streams_close(&streams);
 }
 
