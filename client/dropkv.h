@@ -553,9 +553,10 @@ struct dropkv_result {
     uint32_t batch; /* of a prompt: the number of layers */
     uint32_t kv_heads;
     uint64_t n_tokens;
-    uint64_t keep_tokens; /* k */
+    uint64_t keep_tokens; /* k; with keep_offsets the mean over heads, rounded down */
 
-    /* [batch][kv_heads][keep_tokens]: positions 0..n_tokens-1, ascending. */
+    /* [batch][kv_heads][keep_tokens]: positions 0..n_tokens-1, ascending. With keep_offsets the
+     * heads' indices one after the other. */
     const int32_t *keep_indices;
 
     /* [batch][kv_heads][n_tokens]: raw scores before pooling; NULL unless asked for. */
@@ -568,6 +569,11 @@ struct dropkv_result {
     uint64_t queue_ns;   /* in the server's queue; 0 if not told */
     uint64_t compute_ns; /* in the engine; 0 if not told */
     uint32_t n_attempts; /* how often the request was sent */
+
+    /* [batch * kv_heads + 1], or NULL where every head keeps keep_tokens: head i, counted through
+     * all blocks, keeps keep_indices[keep_offsets[i]] up to [keep_offsets[i + 1]]. Budgets that
+     * differ by head or layer (parameters heads, layers) give such answers. */
+    const int32_t *keep_offsets;
 };
 
 /* NULL is fine. Valid also after its client was closed. */

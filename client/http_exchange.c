@@ -325,6 +325,41 @@ static bool indices_are_sound(const int32_t *keep, uint64_t n_heads, uint64_t k,
     return true;
 }
 
+/* Heads of unequal lengths. */
+static enum dkv_status read_ragged(struct dkv_exchange *ex, const struct dkv_oip_answer *answer,
+                                   const char *binary, struct dkv_error *err)
+{
+    const struct dkv_call *call = &ex->job->call;
+    const struct dkv_block *block = &call->blocks[0];
+    struct dropkv_result *result = ex->job->result;
+    const uint64_t n_heads = (uint64_t)call->request.n_blocks * block->kv_heads;
+    if (answer->n_offsets != n_heads + 1 || answer->has_scores != call->request.want_scores ||
+        (answer->has_scores && answer->n_tokens != block->n_tokens))
+        return dkv_error_set(err, DKV_E_MALFORMED, "answer: its shapes are not the request's");
+    enum dkv_status status = dkv_result_reserve_ragged(result, call->request.n_blocks,
+                                                       block->kv_heads, block->n_tokens,
+                                                       answer->n_keep, answer->has_scores, err);
+    if (status != DKV_OK)
+        return status;
+    memcpy(dkv_result_keep(result), binary + answer->keep_offset, answer->n_keep * sizeof(int32_t));
+    memcpy(dkv_result_offsets(result), binary + answer->offsets_offset,
+           answer->n_offsets * sizeof(int32_t));
+    if (answer->has_scores)
+        memcpy(dkv_result_scores(result), binary + answer->scores_offset,
+               n_heads * block->n_tokens * sizeof(float));
+    status = dkv_result_judge(result, answer->n_keep, err);
+    for (uint64_t h = 0; status == DKV_OK && h < n_heads; h++)
+        if (!indices_are_sound(result->keep_indices + result->keep_offsets[h], 1,
+                               (uint64_t)(result->keep_offsets[h + 1] - result->keep_offsets[h]),
+                               block->n_tokens))
+            status = dkv_error_set(err, DKV_E_MALFORMED,
+                                   "answer: its indices are not ascending within 0..%" PRIu64,
+                                   block->n_tokens - 1);
+    result->degraded = answer->degraded;
+    dkv_result_set_backend(result, answer->backend);
+    return status;
+}
+
 static enum dkv_status read_answer(struct dkv_exchange *ex, struct dkv_error *err)
 {
     struct dkv_oip_answer answer;
@@ -342,6 +377,8 @@ static enum dkv_status read_answer(struct dkv_exchange *ex, struct dkv_error *er
                                                   reply->n_bytes - head_bytes, &answer, err);
     if (status != DKV_OK)
         return status;
+    if (answer.ragged)
+        return read_ragged(ex, &answer, reply->bytes + head_bytes, err);
     if (answer.n_blocks != call->request.n_blocks || answer.kv_heads != block->kv_heads ||
         answer.keep_tokens > block->n_tokens || answer.has_scores != call->request.want_scores ||
         (answer.has_scores && answer.n_tokens != block->n_tokens))

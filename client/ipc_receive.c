@@ -117,14 +117,24 @@ static void *next_place(const struct dkv_transport *t, uint64_t *room_out)
 {
     struct dropkv_result *result = t->receiving->job->result;
     const uint64_t n_heads = (uint64_t)result->batch * result->kv_heads;
-    const uint64_t keep_bytes = n_heads * result->keep_tokens * sizeof(int32_t);
+    const uint64_t scores_bytes = result->scores != NULL
+                                      ? n_heads * result->n_tokens * sizeof(float)
+                                      : 0;
+    const uint64_t offsets_bytes = result->keep_offsets != NULL ? (n_heads + 1) * sizeof(int32_t)
+                                                                : 0;
     const uint64_t at = t->received_bytes;
+    const uint64_t keep_bytes = at + dkv_wire_conn_bulk_left(t->conn) - scores_bytes -
+                                offsets_bytes;
     if (at < keep_bytes) {
         *room_out = keep_bytes - at;
         return (uint8_t *)dkv_result_keep(result) + at;
     }
-    *room_out = n_heads * result->n_tokens * sizeof(float) - (at - keep_bytes);
-    return (uint8_t *)dkv_result_scores(result) + (at - keep_bytes);
+    if (at < keep_bytes + scores_bytes) {
+        *room_out = keep_bytes + scores_bytes - at;
+        return (uint8_t *)dkv_result_scores(result) + (at - keep_bytes);
+    }
+    *room_out = keep_bytes + scores_bytes + offsets_bytes - at;
+    return (uint8_t *)dkv_result_offsets(result) + (at - keep_bytes - scores_bytes);
 }
 
 /* *more_out: something was there. */
@@ -147,8 +157,20 @@ static enum dkv_status read_bulk(struct dkv_transport *t, bool *more_out, struct
     t->skipping = false;
     struct dkv_ipc_carrier *c = t->receiving;
     t->receiving = NULL;
-    if (c != NULL)
-        dkv_ipc_hand_back(t, c, DKV_OK, "");
+    if (c == NULL)
+        return DKV_OK;
+    const struct dropkv_result *result = c->job->result;
+    if (result->keep_offsets != NULL) {
+        const uint64_t n_heads = (uint64_t)result->batch * result->kv_heads;
+        const uint64_t other_bytes =
+            (n_heads + 1) * sizeof(int32_t) +
+            (result->scores != NULL ? n_heads * result->n_tokens * sizeof(float) : 0);
+        const enum dkv_status status = dkv_result_judge(
+            result, (t->received_bytes - other_bytes) / sizeof(int32_t), err);
+        if (status != DKV_OK)
+            return status;
+    }
+    dkv_ipc_hand_back(t, c, DKV_OK, "");
     return DKV_OK;
 }
 

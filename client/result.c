@@ -25,6 +25,7 @@ struct result {
     struct result *next; /* while it waits */
     struct array keep;
     struct array scores;
+    struct array offsets;
     char backend[64];
     char error_text[sizeof(((struct dkv_error *)NULL)->text)];
 };
@@ -40,6 +41,7 @@ static void result_delete(struct result *result)
 {
     free(result->keep.bytes);
     free(result->scores.bytes);
+    free(result->offsets.bytes);
     free(result);
 }
 
@@ -122,6 +124,7 @@ enum dkv_status dkv_result_reserve(struct dropkv_result *public, uint32_t batch,
     const uint64_t n_heads = (uint64_t)batch * kv_heads;
     uint64_t keep_bytes, scores_bytes;
     public->keep_indices = NULL;
+    public->keep_offsets = NULL;
     public->scores = NULL;
     if (!dkv_mul_u64(n_heads, keep_tokens, &keep_bytes) ||
         !dkv_mul_u64(keep_bytes, sizeof(int32_t), &keep_bytes) ||
@@ -140,6 +143,48 @@ enum dkv_status dkv_result_reserve(struct dropkv_result *public, uint32_t batch,
     return DKV_OK;
 }
 
+enum dkv_status dkv_result_reserve_ragged(struct dropkv_result *public, uint32_t batch,
+                                          uint32_t kv_heads, uint64_t n_tokens, uint64_t n_keep,
+                                          bool with_scores, struct dkv_error *err)
+{
+    struct result *result = (struct result *)public;
+    const uint64_t n_heads = (uint64_t)batch * kv_heads;
+    const enum dkv_status status = dkv_result_reserve(public, batch, kv_heads, n_tokens, 0,
+                                                      with_scores, err);
+    if (status != DKV_OK)
+        return status;
+    if (n_heads == 0 || n_keep > n_heads * n_tokens || n_keep > INT32_MAX)
+        return dkv_error_set(err, DKV_E_MALFORMED, "answer: more indices than tokens");
+    if (!array_grow(&result->keep, n_keep * sizeof(int32_t)) ||
+        !array_grow(&result->offsets, (n_heads + 1) * sizeof(int32_t)))
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for the answer");
+    public->keep_tokens = n_keep / n_heads;
+    public->keep_indices = result->keep.bytes;
+    public->keep_offsets = result->offsets.bytes;
+    return DKV_OK;
+}
+
+int32_t *dkv_result_offsets(struct dropkv_result *public)
+{
+    return ((struct result *)public)->offsets.bytes;
+}
+
+enum dkv_status dkv_result_judge(const struct dropkv_result *public, uint64_t n_keep,
+                                 struct dkv_error *err)
+{
+    const uint64_t n_heads = (uint64_t) public->batch * public->kv_heads;
+    const int32_t *offsets = public->keep_offsets;
+    bool sound = offsets[0] == 0 && offsets[n_heads] == (int64_t)n_keep;
+    for (uint64_t h = 0; h < n_heads; h++) {
+        const int64_t count = (int64_t)offsets[h + 1] - offsets[h];
+        sound = sound && count >= 1 && (uint64_t)count <= public->n_tokens;
+    }
+    if (sound)
+        return DKV_OK;
+    return dkv_error_set(err, DKV_E_MALFORMED, "answer: its offsets do not ascend from 0 to %llu",
+                         (unsigned long long)n_keep);
+}
+
 void dkv_result_borrow(struct dropkv_result *public, uint32_t batch, uint32_t kv_heads,
                        uint64_t n_tokens, uint64_t keep_tokens, const int32_t *keep,
                        const float *scores)
@@ -149,6 +194,7 @@ void dkv_result_borrow(struct dropkv_result *public, uint32_t batch, uint32_t kv
     public->n_tokens = n_tokens;
     public->keep_tokens = keep_tokens;
     public->keep_indices = keep;
+    public->keep_offsets = NULL;
     public->scores = scores;
 }
 

@@ -25,6 +25,17 @@ enum dkv_status dkv_result_reserve(struct dropkv_result *result, uint32_t batch,
                                    uint64_t n_tokens, uint64_t keep_tokens, bool with_scores,
                                    struct dkv_error *err);
 
+/* The same for an answer of unequal lengths: keep_indices [n_keep], keep_offsets
+ * [batch * kv_heads + 1], which the caller fills, then calls dkv_result_judge(). */
+enum dkv_status dkv_result_reserve_ragged(struct dropkv_result *result, uint32_t batch,
+                                          uint32_t kv_heads, uint64_t n_tokens, uint64_t n_keep,
+                                          bool with_scores, struct dkv_error *err);
+int32_t *dkv_result_offsets(struct dropkv_result *result);
+
+/* MALFORMED unless offsets ascend from 0 to n_keep in steps of 1..n_tokens. */
+enum dkv_status dkv_result_judge(const struct dropkv_result *result, uint64_t n_keep,
+                                 struct dkv_error *err);
+
 /* The answer lies in the caller's own memory instead. `scores` may be NULL. */
 void dkv_result_borrow(struct dropkv_result *result, uint32_t batch, uint32_t kv_heads,
                        uint64_t n_tokens, uint64_t keep_tokens, const int32_t *keep,

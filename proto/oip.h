@@ -8,8 +8,12 @@
  *     query [B,Hq,Lq,D]  key [B,Hkv,n,D]  value [B,Hkv,n,Dv]     BF16, FP16, FP32
  *     optional: sink_logits FP32 [Hq]; key and value in F8_E4M3 or F8_E5M2 (names of ours, the
  *     protocol has none) with input parameter `scale`, or with inputs key_scale, value_scale
- *     FP32 [Hkv]
- *   ->  keep_indices INT32 [B,Hkv,k]; scores FP32 [B,Hkv,n]; both unless the request names some
+ *     FP32 [Hkv]; what some policies take: token_weight, carry_in, external_scores FP32 [B,Hkv,n],
+ *     value_metric FP32 [Hq,Dv,Dv]
+ *   ->  keep_indices INT32 [B,Hkv,k]; scores FP32 [B,Hkv,n]; both unless the request names some.
+ *       Heads or layers of unequal budgets: keep_indices [total] and keep_offsets INT32 [B*Hkv+1]
+ *
+ * Every policy is also a model: /v2/models/snapkv/infer is a request with policy=snapkv.
  *
  * Scoring parameters are request parameters under the names of proto/params.h.
  *
@@ -63,10 +67,19 @@ enum dkv_oip_input {
     DKV_OIP_SINK_LOGITS,
     DKV_OIP_KEY_SCALE,
     DKV_OIP_VALUE_SCALE,
+    DKV_OIP_TOKEN_WEIGHT,
+    DKV_OIP_CARRY_IN,
+    DKV_OIP_EXTERNAL_SCORES,
+    DKV_OIP_VALUE_METRIC,
     DKV_OIP_INPUTS,
 };
 
-enum dkv_oip_output { DKV_OIP_KEEP_INDICES = 0, DKV_OIP_SCORES, DKV_OIP_OUTPUTS };
+enum dkv_oip_output {
+    DKV_OIP_KEEP_INDICES = 0,
+    DKV_OIP_SCORES,
+    DKV_OIP_KEEP_OFFSETS, /* of ragged answers, or where it is asked for by name */
+    DKV_OIP_OUTPUTS
+};
 
 enum dkv_oip_source {
     DKV_OIP_ABSENT = 0, /* an optional input that was not given */
@@ -97,9 +110,11 @@ struct dkv_oip_wanted {
 /* A request as far as its JSON part tells. */
 struct dkv_oip_infer {
     char id[DKV_OIP_ID_BYTES_MAX + 1]; /* "" if none: then it is not echoed */
+    char model[DKV_SHOWN_NAME_BYTES];  /* dkv_oip_infer_set_model(); "" is dropkv */
     struct dkv_params params;          /* resolved; `set` tells what the client named */
     struct dkv_oip_tensor inputs[DKV_OIP_INPUTS];
     struct dkv_oip_wanted outputs[DKV_OIP_OUTPUTS];
+    bool all_outputs;      /* the request names none */
     uint32_t n_blocks;     /* B: 1..DKV_BLOCKS_MAX */
     uint64_t binary_bytes; /* size of the binary section, as given to the parser */
     uint64_t side_bytes;   /* memory that bind needs beside the binary section; often 0 */
@@ -121,6 +136,15 @@ struct dkv_oip_infer {
  */
 enum dkv_status dkv_oip_infer_parse(const char *json, size_t json_bytes, uint64_t binary_bytes,
                                     struct dkv_oip_infer *infer_out, struct dkv_error *err);
+
+/* The model that the request's path names: dropkv, or a policy, which is then the request's.
+ * NOT_FOUND for other names; INVALID if the request names another policy itself. Call it after
+ * parse. */
+enum dkv_status dkv_oip_infer_set_model(struct dkv_oip_infer *infer, const char *model,
+                                        struct dkv_error *err);
+
+/* True if a model has that name; its policy. */
+bool dkv_oip_find_model(const char *name, enum dkv_policy *policy_out);
 
 /* Turns the parsed JSON numbers into floats and frees the document: what bind costs most, ahead of
  * it, for a thread that has time. Optional; call it at most once, before bind. NOMEM. */
@@ -154,9 +178,11 @@ struct dkv_oip_result {
     uint32_t kv_heads;    /* Hkv */
     uint64_t keep_tokens; /* k */
     uint64_t n_tokens;    /* n */
-    const int32_t *keep;  /* [B][Hkv][k] */
-    const float *scores;  /* [B][Hkv][n], or NULL if not asked for */
-    const char *backend;  /* reply parameters: "cpu/avx512", ... */
+    const int32_t *keep;  /* [B][Hkv][k], or ragged [offsets[B*Hkv]] */
+    bool ragged;
+    const int32_t *offsets; /* [B*Hkv+1], head after head; NULL if it is not asked for */
+    const float *scores;    /* [B][Hkv][n], or NULL if not asked for */
+    const char *backend;    /* reply parameters: "cpu/avx512", ... */
     uint32_t window;
     bool degraded; /* answered by recency because of overload */
 };
@@ -193,7 +219,8 @@ struct dkv_oip_facts {
     const char *device;   /* "NVIDIA H200" */
     enum dkv_dtype dtype; /* the one datatype that metadata can name; FP32 suits generic clients */
     uint32_t max_blocks;  /* B of one request */
-    bool shm;             /* client shared memory is allowed: listed among the extensions */
+    enum dkv_policy policy; /* model metadata and configuration: of this model */
+    bool shm;               /* client shared memory is allowed: listed among the extensions */
 };
 
 struct dkv_oip_duration {
@@ -291,6 +318,11 @@ struct dkv_oip_answer {
     uint32_t kv_heads;
     uint64_t keep_tokens;
     uint64_t keep_offset; /* in the binary section: int32 [B][Hkv][k], any alignment */
+    bool ragged;          /* n_keep indices instead, heads as the offsets say; n_blocks, kv_heads
+                             and keep_tokens are 0 */
+    uint64_t n_keep;
+    uint64_t n_offsets;      /* B*Hkv+1 */
+    uint64_t offsets_offset; /* int32 [n_offsets] */
     bool has_scores;
     uint64_t n_tokens;      /* of scores */
     uint64_t scores_offset; /* float32 [B][Hkv][n] */

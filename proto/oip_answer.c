@@ -69,6 +69,54 @@ static enum dkv_status read_keep(const json_t *output, struct dkv_oip_answer *an
     return status;
 }
 
+/* Checks a list of one dimension, int32. */
+static enum dkv_status read_list(const json_t *output, const char *name, uint64_t *count_out,
+                                 uint64_t *end, struct dkv_error *err)
+{
+    const json_t *type = json_object_get(output, "datatype");
+    const json_t *shape = json_object_get(output, "shape");
+    const json_t *dim = json_array_get(shape, 0);
+    uint64_t given = 0;
+    const enum dkv_status status = dkv_json_u64(json_object_get(output, "parameters"), name,
+                                                "binary_data_size", &given, err);
+
+    if (status != DKV_OK)
+        return status;
+    if (!json_is_string(type) || strcmp(json_string_value(type), "INT32") != 0)
+        return malformed(name, "has another datatype than it should", err);
+    if (json_array_size(shape) != 1 || !json_is_integer(dim) || json_integer_value(dim) < 1 ||
+        json_integer_value(dim) > INT32_MAX)
+        return malformed(name, "has a shape that is not one size", err);
+    *count_out = (uint64_t)json_integer_value(dim);
+    if (given != *count_out * sizeof(int32_t) || !dkv_add_u64(*end, given, end))
+        return malformed(name, "has a binary_data_size that differs from its shape", err);
+    return DKV_OK;
+}
+
+static enum dkv_status read_ragged(const json_t *output, struct dkv_oip_answer *answer,
+                                   uint64_t *end, struct dkv_error *err)
+{
+    if (answer->keep_tokens != 0 || answer->n_keep != 0)
+        return malformed("keep_indices", "is there twice", err);
+    answer->ragged = true;
+    answer->keep_offset = *end;
+    return read_list(output, "keep_indices", &answer->n_keep, end, err);
+}
+
+static enum dkv_status read_offsets(const json_t *output, struct dkv_oip_answer *answer,
+                                    uint64_t *end, struct dkv_error *err)
+{
+    if (answer->n_offsets != 0)
+        return malformed("keep_offsets", "is there twice", err);
+    answer->offsets_offset = *end;
+    return read_list(output, "keep_offsets", &answer->n_offsets, end, err);
+}
+
+static bool is_list(const json_t *output)
+{
+    return json_array_size(json_object_get(output, "shape")) == 1;
+}
+
 static enum dkv_status read_scores(const json_t *output, uint64_t shape[3],
                                    struct dkv_oip_answer *answer, uint64_t *end,
                                    struct dkv_error *err)
@@ -95,7 +143,11 @@ static enum dkv_status read_outputs(const json_t *root, uint64_t binary_bytes,
         enum dkv_status status;
         if (!json_is_string(name))
             return malformed("without a name", "in the list", err);
-        if (strcmp(json_string_value(name), "keep_indices") == 0)
+        if (strcmp(json_string_value(name), "keep_offsets") == 0)
+            status = read_offsets(output, answer, &end, err);
+        else if (strcmp(json_string_value(name), "keep_indices") == 0 && is_list(output))
+            status = read_ragged(output, answer, &end, err);
+        else if (strcmp(json_string_value(name), "keep_indices") == 0)
             status = read_keep(output, answer, &end, err);
         else if (strcmp(json_string_value(name), "scores") == 0)
             status = read_scores(output, scores_shape, answer, &end, err);
@@ -104,9 +156,11 @@ static enum dkv_status read_outputs(const json_t *root, uint64_t binary_bytes,
         if (status != DKV_OK)
             return status;
     }
-    if (answer->keep_tokens == 0)
+    if (answer->keep_tokens == 0 && !answer->ragged)
         return malformed("keep_indices", "is missing", err);
-    if (answer->has_scores &&
+    if (answer->ragged && answer->n_offsets == 0)
+        return malformed("keep_offsets", "is missing", err);
+    if (answer->has_scores && !answer->ragged &&
         (scores_shape[0] != answer->n_blocks || scores_shape[1] != answer->kv_heads))
         return malformed("scores", "differs from keep_indices in shape", err);
     if (end != binary_bytes)

@@ -109,6 +109,14 @@ static struct dkv_view view_of(const struct dkv_oip_tensor *t, const void *bytes
     return view;
 }
 
+/* Block b of a [B][heads][tokens] tensor of floats; NULL if there is none. */
+static const float *floats_of(const struct dkv_oip_tensor *t, const void *bytes, uint32_t b)
+{
+    if (t->source == DKV_OIP_ABSENT)
+        return NULL;
+    return (const float *)bytes + b * t->shape[1] * t->shape[2];
+}
+
 enum dkv_status dkv_oip_infer_bind(struct dkv_oip_infer *infer, const struct dkv_oip_memory *memory,
                                    struct dkv_block *blocks_out, struct dkv_request *request_out,
                                    struct dkv_error *err)
@@ -137,6 +145,11 @@ enum dkv_status dkv_oip_infer_bind(struct dkv_oip_infer *infer, const struct dkv
             .value = view_of(&t[DKV_OIP_VALUE], bytes[DKV_OIP_VALUE], bytes[DKV_OIP_VALUE_SCALE],
                              b),
             .sink_logits = bytes[DKV_OIP_SINK_LOGITS],
+            .token_weight = floats_of(&t[DKV_OIP_TOKEN_WEIGHT], bytes[DKV_OIP_TOKEN_WEIGHT], b),
+            .carry_in = floats_of(&t[DKV_OIP_CARRY_IN], bytes[DKV_OIP_CARRY_IN], b),
+            .external_scores = floats_of(&t[DKV_OIP_EXTERNAL_SCORES],
+                                         bytes[DKV_OIP_EXTERNAL_SCORES], b),
+            .value_metric = bytes[DKV_OIP_VALUE_METRIC],
         };
     *request_out = (struct dkv_request){
         .params = infer->params,

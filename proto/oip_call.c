@@ -43,6 +43,18 @@ static bool part_of(const struct dkv_request *request, enum dkv_oip_input input,
     case DKV_OIP_VALUE_SCALE:
         *part = (struct part){input, DKV_FP32, 1, 1, b->kv_heads, 1};
         return b->value.head_scales != NULL;
+    case DKV_OIP_TOKEN_WEIGHT:
+        *part = (struct part){input, DKV_FP32, 1, b->kv_heads, b->n_tokens, n};
+        return b->token_weight != NULL;
+    case DKV_OIP_CARRY_IN:
+        *part = (struct part){input, DKV_FP32, 1, b->kv_heads, b->n_tokens, n};
+        return b->carry_in != NULL;
+    case DKV_OIP_EXTERNAL_SCORES:
+        *part = (struct part){input, DKV_FP32, 1, b->kv_heads, b->n_tokens, n};
+        return b->external_scores != NULL;
+    case DKV_OIP_VALUE_METRIC:
+        *part = (struct part){input, DKV_FP32, b->q_heads, v_dim, v_dim, 1};
+        return b->value_metric != NULL;
     case DKV_OIP_INPUTS: break;
     }
     return false;
@@ -63,6 +75,11 @@ static struct dkv_view vector_view(const float *values, const struct part *part)
     return dkv_view_dense(values, row_bytes(part), DKV_FP32, 1, part->dim);
 }
 
+static struct dkv_view floats_view(const float *values, const struct part *part)
+{
+    return dkv_view_dense(values, block_bytes(part), DKV_FP32, part->tokens, part->dim);
+}
+
 static struct dkv_view view_of(const struct dkv_request *request, const struct part *part,
                                uint64_t block)
 {
@@ -74,6 +91,10 @@ static struct dkv_view view_of(const struct dkv_request *request, const struct p
     case DKV_OIP_VALUE: return b->value;
     case DKV_OIP_SINK_LOGITS: return vector_view(b->sink_logits, part);
     case DKV_OIP_KEY_SCALE: return vector_view(b->key.head_scales, part);
+    case DKV_OIP_TOKEN_WEIGHT: return floats_view(b->token_weight, part);
+    case DKV_OIP_CARRY_IN: return floats_view(b->carry_in, part);
+    case DKV_OIP_EXTERNAL_SCORES: return floats_view(b->external_scores, part);
+    case DKV_OIP_VALUE_METRIC: return floats_view(b->value_metric, part);
     default: return vector_view(b->value.head_scales, part);
     }
 }
@@ -104,7 +125,11 @@ static bool alike(const struct dkv_block *a, const struct dkv_block *b)
            same_scale(&a->query, &b->query, a->q_heads) &&
            same_scale(&a->key, &b->key, a->kv_heads) &&
            same_scale(&a->value, &b->value, a->kv_heads) &&
-           same_floats(a->sink_logits, b->sink_logits, a->q_heads);
+           same_floats(a->sink_logits, b->sink_logits, a->q_heads) &&
+           a->value_metric == b->value_metric &&
+           (a->token_weight == NULL) == (b->token_weight == NULL) &&
+           (a->carry_in == NULL) == (b->carry_in == NULL) &&
+           (a->external_scores == NULL) == (b->external_scores == NULL);
 }
 
 static enum dkv_status check_form(const struct dkv_request *request, struct dkv_error *err)
@@ -164,10 +189,16 @@ static json_t *input_json(const struct dkv_request *request, const struct part *
     const bool tensor = dkv_oip_input_table[part->input].required;
     const struct dkv_view view = view_of(request, part, 0);
     const json_int_t n_bytes = (json_int_t)block_bytes(part) * part->n_blocks;
-    json_t *shape = tensor ? json_pack("[I, I, I, I]", (json_int_t)part->n_blocks,
-                                       (json_int_t)part->heads, (json_int_t)part->tokens,
-                                       (json_int_t)part->dim)
-                           : json_pack("[I]", (json_int_t)part->dim);
+    json_t *shape = part->input == DKV_OIP_VALUE_METRIC
+                        ? json_pack("[I, I, I]", (json_int_t)part->heads, (json_int_t)part->tokens,
+                                    (json_int_t)part->dim)
+                    : part->input >= DKV_OIP_TOKEN_WEIGHT
+                        ? json_pack("[I, I, I]", (json_int_t)part->n_blocks,
+                                    (json_int_t)part->tokens, (json_int_t)part->dim)
+                    : tensor ? json_pack("[I, I, I, I]", (json_int_t)part->n_blocks,
+                                         (json_int_t)part->heads, (json_int_t)part->tokens,
+                                         (json_int_t)part->dim)
+                             : json_pack("[I]", (json_int_t)part->dim);
     json_t *parameters = json_pack("{s:I}", "binary_data_size", n_bytes);
 
     if (view.scale != 0 && view.scale != 1 && view.head_scales == NULL)
@@ -177,12 +208,12 @@ static json_t *input_json(const struct dkv_request *request, const struct part *
                      parameters);
 }
 
-static json_t *outputs_json(bool want_scores)
+static json_t *outputs_json(bool want_scores, bool ragged)
 {
     json_t *list = json_array();
 
     for (int i = 0; i < DKV_OIP_OUTPUTS; i++)
-        if (i == DKV_OIP_KEEP_INDICES || want_scores)
+        if (i == DKV_OIP_KEEP_INDICES || (i == DKV_OIP_SCORES ? want_scores : ragged))
             dkv_json_append(&list, json_pack("{s:s, s:{s:b}}", "name", dkv_oip_output_names[i],
                                              "parameters", "binary_data", true));
     return list;
@@ -192,6 +223,8 @@ enum dkv_status dkv_oip_call_encode(const struct dkv_request *request, const cha
                                     struct dkv_oip_call *call_out, struct dkv_error *err)
 {
     struct dkv_oip_call call = {.request = request};
+    const bool ragged = request->params.heads != DKV_HEADS_UNIFORM ||
+                        request->params.layers != DKV_LAYERS_UNIFORM;
     enum dkv_status status;
     struct part part;
 
@@ -204,7 +237,8 @@ enum dkv_status dkv_oip_call_encode(const struct dkv_request *request, const cha
             dkv_json_append(&inputs, input_json(request, &part));
         }
     json_t *root = json_pack("{s:o, s:o, s:o}", "parameters", parameters_json(&request->params),
-                             "inputs", inputs, "outputs", outputs_json(request->want_scores));
+                             "inputs", inputs, "outputs",
+                             outputs_json(request->want_scores, ragged));
     if (id != NULL)
         dkv_json_set(&root, "id", json_string(id));
     status = dkv_json_print(root, &call.head);

@@ -94,7 +94,8 @@ static enum dkv_status find_output(const json_t *output, enum dkv_oip_output *wh
             *which = (enum dkv_oip_output)i;
             return DKV_OK;
         }
-    return dkv_error_set(err, DKV_E_INVALID, "output '%s' is neither keep_indices nor scores",
+    return dkv_error_set(err, DKV_E_INVALID,
+                         "output '%s' is none of keep_indices, scores and keep_offsets",
                          dkv_show_name(shown, json_string_value(name)));
 }
 
@@ -151,6 +152,12 @@ static enum dkv_status read_output(const json_t *output, struct dkv_oip_infer *i
     return DKV_OK;
 }
 
+/* Answers of unequal length, which mean nothing without their offsets. */
+static bool has_offsets(const struct dkv_params *params)
+{
+    return params->heads != DKV_HEADS_UNIFORM || params->layers != DKV_LAYERS_UNIFORM;
+}
+
 /* Without a list the client gets everything, as the protocol has it. */
 static enum dkv_status read_outputs(const json_t *root, struct dkv_oip_infer *infer,
                                     bool binary_output, struct dkv_error *err)
@@ -162,9 +169,12 @@ static enum dkv_status read_outputs(const json_t *root, struct dkv_oip_infer *in
     json_array_foreach (outputs, i, output)
         if (status == DKV_OK)
             status = read_output(output, infer, binary_output, err);
-    if (json_array_size(outputs) == 0)
+    infer->all_outputs = json_array_size(outputs) == 0;
+    if (infer->all_outputs)
         for (int o = 0; o < DKV_OIP_OUTPUTS; o++)
-            infer->outputs[o] = (struct dkv_oip_wanted){.wanted = true, .binary = binary_output};
+            infer->outputs[o] = (struct dkv_oip_wanted){.wanted = o != DKV_OIP_KEEP_OFFSETS ||
+                                                                  has_offsets(&infer->params),
+                                                        .binary = binary_output};
     return status;
 }
 
@@ -177,10 +187,16 @@ static enum dkv_status check_shapes_agree(const struct dkv_oip_infer *infer, str
         enum dkv_oip_input a, b;
         unsigned a_dim, b_dim;
     } pairs[] = {
-        {DKV_OIP_KEY, DKV_OIP_QUERY, 0, 0},     {DKV_OIP_KEY, DKV_OIP_QUERY, 3, 3},
-        {DKV_OIP_VALUE, DKV_OIP_KEY, 0, 0},     {DKV_OIP_VALUE, DKV_OIP_KEY, 1, 1},
-        {DKV_OIP_VALUE, DKV_OIP_KEY, 2, 2},     {DKV_OIP_SINK_LOGITS, DKV_OIP_QUERY, 0, 1},
-        {DKV_OIP_KEY_SCALE, DKV_OIP_KEY, 0, 1}, {DKV_OIP_VALUE_SCALE, DKV_OIP_VALUE, 0, 1},
+        {DKV_OIP_KEY, DKV_OIP_QUERY, 0, 0},           {DKV_OIP_KEY, DKV_OIP_QUERY, 3, 3},
+        {DKV_OIP_VALUE, DKV_OIP_KEY, 0, 0},           {DKV_OIP_VALUE, DKV_OIP_KEY, 1, 1},
+        {DKV_OIP_VALUE, DKV_OIP_KEY, 2, 2},           {DKV_OIP_SINK_LOGITS, DKV_OIP_QUERY, 0, 1},
+        {DKV_OIP_KEY_SCALE, DKV_OIP_KEY, 0, 1},       {DKV_OIP_VALUE_SCALE, DKV_OIP_VALUE, 0, 1},
+        {DKV_OIP_TOKEN_WEIGHT, DKV_OIP_KEY, 0, 0},    {DKV_OIP_TOKEN_WEIGHT, DKV_OIP_KEY, 1, 1},
+        {DKV_OIP_TOKEN_WEIGHT, DKV_OIP_KEY, 2, 2},    {DKV_OIP_CARRY_IN, DKV_OIP_KEY, 0, 0},
+        {DKV_OIP_CARRY_IN, DKV_OIP_KEY, 1, 1},        {DKV_OIP_CARRY_IN, DKV_OIP_KEY, 2, 2},
+        {DKV_OIP_EXTERNAL_SCORES, DKV_OIP_KEY, 0, 0}, {DKV_OIP_EXTERNAL_SCORES, DKV_OIP_KEY, 1, 1},
+        {DKV_OIP_EXTERNAL_SCORES, DKV_OIP_KEY, 2, 2}, {DKV_OIP_VALUE_METRIC, DKV_OIP_QUERY, 0, 1},
+        {DKV_OIP_VALUE_METRIC, DKV_OIP_VALUE, 1, 3},  {DKV_OIP_VALUE_METRIC, DKV_OIP_VALUE, 2, 3},
     };
 
     for (size_t i = 0; i < sizeof(pairs) / sizeof(pairs[0]); i++) {
@@ -303,6 +319,39 @@ enum dkv_status dkv_oip_infer_parse(const char *json, size_t json_bytes, uint64_
     }
     infer.document = root;
     *infer_out = infer;
+    return DKV_OK;
+}
+
+bool dkv_oip_find_model(const char *name, enum dkv_policy *policy_out)
+{
+    for (unsigned i = 0; i < DKV_POLICY_COUNT; i++)
+        if (strcmp(name, dkv_policy_name((enum dkv_policy)i)) == 0) {
+            *policy_out = (enum dkv_policy)i;
+            return true;
+        }
+    return false;
+}
+
+enum dkv_status dkv_oip_infer_set_model(struct dkv_oip_infer *infer, const char *model,
+                                        struct dkv_error *err)
+{
+    enum dkv_policy policy;
+    char shown[DKV_SHOWN_NAME_BYTES];
+
+    if (!dkv_oip_find_model(model, &policy))
+        return dkv_error_set(err, DKV_E_NOT_FOUND, "Request for unknown model: '%s'",
+                             dkv_show_name(shown, model));
+    dkv_show_name(infer->model, model);
+    if (policy == DKV_POLICY_DROPKV) /* the model that takes any policy */
+        return DKV_OK;
+    if (dkv_params_has(&infer->params, DKV_PARAM_POLICY) && infer->params.policy != policy)
+        return dkv_error_set(err, DKV_E_INVALID, "policy: %s is not that of the model %s",
+                             dkv_policy_name(infer->params.policy), infer->model);
+    infer->params.policy = policy;
+    infer->params.set |= UINT64_C(1) << DKV_PARAM_POLICY;
+    dkv_params_resolve(&infer->params);
+    if (has_offsets(&infer->params) && infer->all_outputs)
+        infer->outputs[DKV_OIP_KEEP_OFFSETS] = infer->outputs[DKV_OIP_KEEP_INDICES];
     return DKV_OK;
 }
 

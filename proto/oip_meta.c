@@ -7,6 +7,11 @@
  */
 #include "proto/oip_tensor.h"
 
+#include "proto/policy.h"
+
+#include <stdio.h>
+#include <string.h>
+
 #define DYNAMIC (-1)
 
 /* ---- Server metadata ------------------------------------------------------------------------ */
@@ -39,8 +44,32 @@ static json_t *metadata_tensor(const char *name, const char *datatype, unsigned 
     return json_pack("{s:s, s:s, s:o}", "name", name, "datatype", datatype, "shape", shape);
 }
 
+/* "sink_logits FP32 [Hq], ...": as text, because a list of them would have generic clients send
+ * all. */
+static void optional_inputs(enum dkv_policy policy, char *text, size_t bytes)
+{
+    static const struct {
+        const char *text;
+        unsigned extra; /* 0: every policy that reads queries */
+    } all[] = {
+        {"sink_logits FP32 [Hq], key_scale FP32 [Hkv], value_scale FP32 [Hkv]", 0},
+        {"token_weight FP32 [B,Hkv,n]", DKV_EXTRA_TOKEN_WEIGHT},
+        {"carry_in FP32 [B,Hkv,n]", DKV_EXTRA_CARRY_IN},
+        {"value_metric FP32 [Hq,Dv,Dv]", DKV_EXTRA_VALUE_METRIC},
+    };
+    /* Through the model dropkv a request may name any policy. */
+    const unsigned extras = policy == DKV_POLICY_DROPKV ? ~0u : dkv_policy_info(policy)->extras;
+    size_t n = 0;
+
+    text[0] = '\0';
+    for (size_t i = 0; i < sizeof(all) / sizeof(all[0]); i++)
+        if (all[i].extra == 0 || (extras & all[i].extra))
+            n += (size_t)snprintf(text + n, bytes - n, "%s%s", n > 0 ? ", " : "", all[i].text);
+}
+
 enum dkv_status dkv_oip_model_metadata(const struct dkv_oip_facts *facts, struct dkv_oip_text *out)
 {
+    char optional[256];
     json_t *inputs = json_array(), *outputs = json_array();
 
     for (int i = 0; i < DKV_OIP_INPUTS; i++)
@@ -48,13 +77,18 @@ enum dkv_status dkv_oip_model_metadata(const struct dkv_oip_facts *facts, struct
             dkv_json_append(&inputs, metadata_tensor(dkv_oip_input_table[i].name,
                                                      dkv_dtype_name(facts->dtype),
                                                      dkv_oip_input_table[i].n_dims));
-    for (int i = 0; i < DKV_OIP_OUTPUTS; i++)
+    if (facts->policy == DKV_POLICY_EXTERNAL) /* the one that has no use without it */
+        dkv_json_append(&inputs, metadata_tensor("external_scores", "FP32", 3));
+    optional_inputs(facts->policy, optional, sizeof(optional));
+    for (int i = 0; i <= DKV_OIP_SCORES; i++)
         dkv_json_append(&outputs, metadata_tensor(dkv_oip_output_names[i],
                                                   i == DKV_OIP_KEEP_INDICES ? "INT32" : "FP32", 3));
     return dkv_json_print(
-        json_pack("{s:s, s:[s], s:s, s:o, s:o, s:{s:s, s:s}}", "name", DKV_OIP_MODEL, "versions",
-                  DKV_OIP_MODEL_VERSION, "platform", DKV_OIP_PLATFORM, "inputs", inputs, "outputs",
-                  outputs, "parameters", "backend", facts->backend, "device", facts->device),
+        json_pack("{s:s, s:[s], s:s, s:o, s:o, s:{s:s, s:s, s:s, s:s, s:s}}", "name",
+                  dkv_policy_name(facts->policy), "versions", DKV_OIP_MODEL_VERSION, "platform",
+                  DKV_OIP_PLATFORM, "inputs", inputs, "outputs", outputs, "parameters", "backend",
+                  facts->backend, "device", facts->device, "policy", dkv_policy_name(facts->policy),
+                  "optional_inputs", optional, "optional_outputs", "keep_offsets INT32 [B*Hkv+1]"),
         out);
 }
 
@@ -92,16 +126,16 @@ enum dkv_status dkv_oip_model_config(const struct dkv_oip_facts *facts, struct d
             dkv_json_append(&inputs,
                             config_tensor(dkv_oip_input_table[i].name, dkv_dtype_name(facts->dtype),
                                           dkv_oip_input_table[i].n_dims));
-    for (int i = 0; i < DKV_OIP_OUTPUTS; i++)
+    for (int i = 0; i <= DKV_OIP_SCORES; i++)
         dkv_json_append(&outputs, config_tensor(dkv_oip_output_names[i],
                                                 i == DKV_OIP_KEEP_INDICES ? "INT32" : "FP32", 3));
     return dkv_json_print(json_pack("{s:s, s:s, s:s, s:{s:{s:i}}, s:I, s:o, s:o, s:{s:i}, s:o}",
-                                    "name", DKV_OIP_MODEL, "platform", DKV_OIP_PLATFORM, "backend",
-                                    facts->backend, "version_policy", "latest", "num_versions", 1,
-                                    "max_batch_size", (json_int_t)facts->max_blocks, "input",
-                                    inputs, "output", outputs, "dynamic_batching",
-                                    "max_queue_delay_microseconds", 0, "parameters",
-                                    config_parameters()),
+                                    "name", dkv_policy_name(facts->policy), "platform",
+                                    DKV_OIP_PLATFORM, "backend", facts->backend, "version_policy",
+                                    "latest", "num_versions", 1, "max_batch_size",
+                                    (json_int_t)facts->max_blocks, "input", inputs, "output",
+                                    outputs, "dynamic_batching", "max_queue_delay_microseconds", 0,
+                                    "parameters", config_parameters()),
                           out);
 }
 

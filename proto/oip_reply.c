@@ -111,14 +111,21 @@ static void add_output(struct text *t, const struct dkv_oip_infer *infer,
                        struct dkv_oip_reply *reply)
 {
     const struct dkv_oip_wanted *wanted = &infer->outputs[which];
-    const bool keep = which == DKV_OIP_KEEP_INDICES;
+    const bool keep = which == DKV_OIP_KEEP_INDICES, scores = which == DKV_OIP_SCORES;
     const uint64_t last = keep ? result->keep_tokens : result->n_tokens;
-    const uint64_t count = result->n_blocks * (uint64_t)result->kv_heads * last;
+    const uint64_t n_heads = result->n_blocks * (uint64_t)result->kv_heads;
+    const int32_t *numbers = keep ? result->keep : result->offsets;
+    const uint64_t count = which == DKV_OIP_KEEP_OFFSETS ? n_heads + 1
+                           : keep && result->ragged      ? (uint64_t)result->offsets[n_heads]
+                                                         : n_heads * last;
     const uint64_t n_bytes = count * 4;
 
-    add(t, "{\"name\":\"%s\",\"datatype\":\"%s\",\"shape\":[%u,%u,%llu]",
-        dkv_oip_output_names[which], keep ? "INT32" : "FP32", result->n_blocks, result->kv_heads,
-        (unsigned long long)last);
+    add(t, "{\"name\":\"%s\",\"datatype\":\"%s\",\"shape\":", dkv_oip_output_names[which],
+        scores ? "FP32" : "INT32");
+    if (which == DKV_OIP_KEEP_OFFSETS || (keep && result->ragged))
+        add(t, "[%llu]", (unsigned long long)count);
+    else
+        add(t, "[%u,%u,%llu]", result->n_blocks, result->kv_heads, (unsigned long long)last);
     if (wanted->region[0] != '\0') {
         add(t, "}"); /* the bytes are in the client's region */
         return;
@@ -126,13 +133,13 @@ static void add_output(struct text *t, const struct dkv_oip_infer *infer,
     if (wanted->binary) {
         add(t, ",\"parameters\":{\"binary_data_size\":%llu}}", (unsigned long long)n_bytes);
         reply->segments[reply->n_segments++] = (struct dkv_oip_segment){
-            keep ? (const void *)result->keep : (const void *)result->scores, n_bytes};
+            scores ? (const void *)result->scores : (const void *)numbers, n_bytes};
         reply->binary_bytes += n_bytes;
         return;
     }
     add(t, ",\"data\":[");
-    if (keep)
-        add_indices(t, result->keep, count);
+    if (!scores)
+        add_indices(t, numbers, count);
     else
         add_scores(t, result->scores, count);
     add(t, "]}");
@@ -149,8 +156,10 @@ static void add_head(struct text *t, const struct dkv_oip_infer *infer,
         add_string(t, infer->id);
         add(t, ",");
     }
-    add(t, "\"model_name\":\"" DKV_OIP_MODEL "\",\"model_version\":\"" DKV_OIP_MODEL_VERSION
-           "\",\"parameters\":{\"backend\":");
+    add(t,
+        "\"model_name\":\"%s\",\"model_version\":\"" DKV_OIP_MODEL_VERSION
+        "\",\"parameters\":{\"backend\":",
+        infer->model[0] != '\0' ? infer->model : DKV_OIP_MODEL);
     add_string(t, result->backend);
     add(t, ",\"window\":%u,\"keep_tokens\":%llu,\"degraded\":%s},\"outputs\":[", result->window,
         (unsigned long long)result->keep_tokens, result->degraded ? "true" : "false");

@@ -20,11 +20,16 @@ const struct dkv_oip_tensor_info dkv_oip_input_table[DKV_OIP_INPUTS] = {
     [DKV_OIP_SINK_LOGITS] = {"sink_logits", 1, false},
     [DKV_OIP_KEY_SCALE] = {"key_scale", 1, false},
     [DKV_OIP_VALUE_SCALE] = {"value_scale", 1, false},
+    [DKV_OIP_TOKEN_WEIGHT] = {"token_weight", 3, false},
+    [DKV_OIP_CARRY_IN] = {"carry_in", 3, false},
+    [DKV_OIP_EXTERNAL_SCORES] = {"external_scores", 3, false},
+    [DKV_OIP_VALUE_METRIC] = {"value_metric", 3, false},
 };
 
 const char *const dkv_oip_output_names[DKV_OIP_OUTPUTS] = {
     [DKV_OIP_KEEP_INDICES] = "keep_indices",
     [DKV_OIP_SCORES] = "scores",
+    [DKV_OIP_KEEP_OFFSETS] = "keep_offsets",
 };
 
 /* What all steps of reading one input need. */
@@ -53,7 +58,7 @@ static enum dkv_status find_input(const json_t *json, enum dkv_oip_input *which,
         }
     return dkv_error_set(err, DKV_E_INVALID,
                          "input '%s' is none of query, key, value, sink_logits, key_scale, "
-                         "value_scale",
+                         "value_scale, token_weight, carry_in, external_scores, value_metric",
                          dkv_show_name(shown, json_string_value(name)));
 }
 
@@ -77,7 +82,7 @@ static enum dkv_status read_datatype(struct reader *r)
 static enum dkv_status read_shape(struct reader *r)
 {
     const json_t *shape = dkv_json_member(r->json, "shape");
-    const json_int_t most = r->info->required ? INT32_MAX : DKV_HEADS_MAX;
+    const json_int_t most = r->info->n_dims > 1 ? INT32_MAX : DKV_HEADS_MAX;
     struct dkv_oip_tensor *t = &r->tensor;
 
     if (!json_is_array(shape) || json_array_size(shape) != r->info->n_dims)

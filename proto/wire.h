@@ -299,6 +299,8 @@ struct dkv_wire_result_block {
     uint32_t kv_heads;
     uint32_t keep_tokens;
     uint32_t n_tokens;
+    uint32_t n_ragged; /* not 0: heads keep different numbers of tokens, so many together; the
+                          offsets of all heads of the answer, int32 [heads+1], end its numbers */
     uint64_t keep_offset;
     uint64_t scores_offset; /* or NO_SCORES */
 };

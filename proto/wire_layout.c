@@ -131,8 +131,8 @@ static const struct dkv_wire_field result_fields[] = {N(result, n_blocks),  N(re
                                                       N(result, queue_us),  N(result, run_us)};
 
 static const struct dkv_wire_field result_block_fields[] = {
-    N(result_block, kv_heads),    N(result_block, keep_tokens),  N(result_block, n_tokens), ZERO(4),
-    N(result_block, keep_offset), N(result_block, scores_offset)};
+    N(result_block, kv_heads), N(result_block, keep_tokens), N(result_block, n_tokens),
+    N(result_block, n_ragged), N(result_block, keep_offset), N(result_block, scores_offset)};
 
 static const struct dkv_wire_field error_fields[] = {
     N(error, status), N(error, retry_us), N(error, block), N(error, text_bytes), ZERO(2)};

@@ -55,6 +55,8 @@ static void encode(struct dkv_errand *errand)
         .keep_tokens = job->keep_tokens,
         .n_tokens = job->n_tokens,
         .keep = job->keep,
+        .ragged = job->ragged,
+        .offsets = job->offsets,
         .scores = job->scores,
         .backend = job->backend != NULL ? job->backend : answer->server->facts.backend,
         .window = job->window,

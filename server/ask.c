@@ -257,7 +257,9 @@ static enum dkv_status take_params(struct dkv_ask *ask, const uint8_t *from, siz
 
 uint64_t dkv_ask_answer_bytes(const struct dkv_ask *ask)
 {
-    return ask->job->n_keep * sizeof(int32_t) + ask->job->n_scores * sizeof(float);
+    const struct dkv_job *job = ask->job;
+    return job->n_keep * sizeof(int32_t) + job->n_scores * sizeof(float) +
+           (job->offsets != NULL ? (job->n_heads + 1) * sizeof(int32_t) : 0);
 }
 
 /* The job holds the loans of all regions, also of those that only we read and write. */

@@ -55,6 +55,8 @@ static void hand_out(struct dkv_job *job)
         job->status = dkv_error_set(&job->error, job->entry.status, "%s", ending_text(&job->entry));
         job->finished_ns = dkv_clock_ns();
     }
+    if (job->status == DKV_OK)
+        dkv_job_close_ranks(job);
     job->done(job, job->owner); /* the job may be gone now */
     client->n_jobs--;
     dkv_backend_client_free_if_unused(client);

@@ -26,16 +26,16 @@ static bool is_ready(const struct dkv_server *server)
 }
 
 /* True if the path names our model; answers 404 otherwise. */
-static bool names_model(struct dkv_exchange *exchange)
+static bool names_model(struct dkv_exchange *exchange, enum dkv_policy *policy_out)
 {
     const struct dkv_route_match *match = &exchange->match;
-    if (strcmp(match->model, DKV_OIP_MODEL) == 0 &&
-        (*match->version == '\0' || strcmp(match->version, DKV_OIP_MODEL_VERSION) == 0))
+    const bool known = dkv_oip_find_model(match->model, policy_out);
+    if (known && (*match->version == '\0' || strcmp(match->version, DKV_OIP_MODEL_VERSION) == 0))
         return true;
     dkv_reply_error(exchange, 404,
-                    strcmp(match->model, DKV_OIP_MODEL) == 0
-                        ? "Request for unknown model version: 'dropkv' has version 1"
-                        : "Request for unknown model: only 'dropkv' is found here");
+                    known ? "Request for unknown model version: 'dropkv' has version 1"
+                          : "Request for unknown model: 'dropkv' and the names of its policies are "
+                            "found here");
     return false;
 }
 
@@ -80,13 +80,15 @@ void dkv_handle_ready(struct dkv_exchange *exchange)
 void dkv_handle_model(struct dkv_exchange *exchange)
 {
     struct dkv_oip_text text = {0};
-    if (names_model(exchange))
-        reply_document(exchange, dkv_oip_model_metadata(&exchange->server->facts, &text), &text);
+    struct dkv_oip_facts facts = exchange->server->facts;
+    if (names_model(exchange, &facts.policy))
+        reply_document(exchange, dkv_oip_model_metadata(&facts, &text), &text);
 }
 
 void dkv_handle_model_ready(struct dkv_exchange *exchange)
 {
-    if (!names_model(exchange))
+    enum dkv_policy policy;
+    if (!names_model(exchange, &policy))
         return;
     if (!is_ready(exchange->server))
         dkv_reply_error(exchange, 400, "Model version not ready");
@@ -97,8 +99,9 @@ void dkv_handle_model_ready(struct dkv_exchange *exchange)
 void dkv_handle_config(struct dkv_exchange *exchange)
 {
     struct dkv_oip_text text = {0};
-    if (names_model(exchange))
-        reply_document(exchange, dkv_oip_model_config(&exchange->server->facts, &text), &text);
+    struct dkv_oip_facts facts = exchange->server->facts;
+    if (names_model(exchange, &facts.policy))
+        reply_document(exchange, dkv_oip_model_config(&facts, &text), &text);
 }
 
 void dkv_handle_stats_all(struct dkv_exchange *exchange)
@@ -112,21 +115,27 @@ void dkv_handle_stats_all(struct dkv_exchange *exchange)
 
 void dkv_handle_stats(struct dkv_exchange *exchange)
 {
-    if (names_model(exchange))
+    enum dkv_policy policy;
+    if (names_model(exchange, &policy))
         dkv_handle_stats_all(exchange);
 }
 
 void dkv_handle_index(struct dkv_exchange *exchange)
 {
-    reply_literal(exchange, 200,
-                  exchange->server->leaving
-                      ? "[{\"name\":\"dropkv\",\"version\":\"1\",\"state\":\"UNAVAILABLE\","
-                        "\"reason\":\"shutting down\"}]"
-                  : !is_ready(exchange->server)
-                      ? "[{\"name\":\"dropkv\",\"version\":\"1\",\"state\":\"UNAVAILABLE\","
-                        "\"reason\":\"no device answers\"}]"
-                      : "[{\"name\":\"dropkv\",\"version\":\"1\",\"state\":\"READY\","
-                        "\"reason\":\"\"}]");
+    const bool ready = is_ready(exchange->server);
+    const char *reason = exchange->server->leaving ? "shutting down"
+                         : ready                   ? ""
+                                                   : "no device answers";
+    char text[DKV_POLICY_COUNT * 128] = "[";
+    size_t n = 1;
+    for (unsigned i = 0; i < DKV_POLICY_COUNT; i++)
+        n += (size_t)snprintf(text + n, sizeof(text) - n,
+                              "%s{\"name\":\"%s\",\"version\":\"1\",\"state\":\"%s\","
+                              "\"reason\":\"%s\"}",
+                              i > 0 ? "," : "", dkv_policy_name((enum dkv_policy)i),
+                              ready ? "READY" : "UNAVAILABLE", reason);
+    snprintf(text + n, sizeof(text) - n, "]");
+    reply_literal(exchange, 200, text);
 }
 
 void dkv_handle_page(struct dkv_exchange *exchange)

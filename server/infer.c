@@ -73,9 +73,12 @@ enum dkv_status dkv_infer_admit(struct dkv_exchange *exchange, struct dkv_error 
 {
     struct dkv_server *server = exchange->server;
     const struct dkv_route_match *match = &exchange->match;
-    if (strcmp(match->model, DKV_OIP_MODEL) != 0)
-        return dkv_error_set(err, DKV_E_NOT_FOUND,
-                             "Request for unknown model: only 'dropkv' is found here");
+    enum dkv_policy policy;
+    if (!dkv_oip_find_model(match->model, &policy))
+        return dkv_error_set(
+            err, DKV_E_NOT_FOUND,
+            "Request for unknown model: 'dropkv' and the names of its policies are "
+            "found here");
     if (*match->version != '\0' && strcmp(match->version, DKV_OIP_MODEL_VERSION) != 0)
         return dkv_error_set(err, DKV_E_NOT_FOUND,
                              "Request for unknown model version: 'dropkv' has version 1");
@@ -176,7 +179,10 @@ static enum dkv_status prepare(struct dkv_exchange *exchange, struct dkv_error *
             return DKV_E_NOMEM;
         memory.side = job->side;
     }
-    enum dkv_status status = dkv_infer_shm_find(exchange, job, &memory, &vectors, err);
+    enum dkv_status status = dkv_oip_infer_set_model(&job->infer, exchange->match.model, err);
+    if (status != DKV_OK)
+        return status;
+    status = dkv_infer_shm_find(exchange, job, &memory, &vectors, err);
     if (status == DKV_OK)
         status = dkv_job_add_blocks(job, job->infer.n_blocks, err);
     if (status == DKV_OK)

@@ -6,9 +6,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const input_names[DKV_OIP_INPUTS] = {"query",       "key",       "value",
-                                                        "sink_logits", "key_scale", "value_scale"};
-static const char *const output_names[DKV_OIP_OUTPUTS] = {"keep_indices", "scores"};
+static const char *const input_names[DKV_OIP_INPUTS] = {
+    "query",       "key",          "value",    "sink_logits",     "key_scale",
+    "value_scale", "token_weight", "carry_in", "external_scores", "value_metric"};
+static const char *const output_names[DKV_OIP_OUTPUTS] = {"keep_indices", "scores", "keep_offsets"};
 
 static bool is_vector(int input)
 {
@@ -152,6 +153,8 @@ enum dkv_status dkv_infer_shm_lend(struct dkv_job *job, struct dkv_error *err)
 
 static uint64_t output_bytes(const struct dkv_job *job, int output)
 {
+    if (output == DKV_OIP_KEEP_OFFSETS)
+        return (job->n_heads + 1) * sizeof(*job->offsets);
     return output == DKV_OIP_KEEP_INDICES ? job->n_keep * sizeof(*job->keep)
                                           : job->n_scores * sizeof(*job->scores);
 }
@@ -179,8 +182,9 @@ void dkv_infer_shm_write(struct dkv_job *job)
 {
     for (int i = 0; job->status == DKV_OK && i < DKV_OIP_OUTPUTS; i++) {
         const struct dkv_region *region = job->shm[DKV_OIP_INPUTS + i];
-        const void *from = i == DKV_OIP_KEEP_INDICES ? (const void *)job->keep
-                                                     : (const void *)job->scores;
+        const void *from = i == DKV_OIP_KEEP_INDICES   ? (const void *)job->keep
+                           : i == DKV_OIP_KEEP_OFFSETS ? (const void *)job->offsets
+                                                       : (const void *)job->scores;
         if (region != NULL)
             job->status = dkv_region_write(region, job->infer.outputs[i].region_offset, from,
                                            output_bytes(job, i), &job->error);

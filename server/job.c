@@ -7,6 +7,7 @@
 
 #include <assert.h>
 #include <stdlib.h>
+#include <string.h>
 
 struct dkv_job *dkv_job_new(struct dkv_arena *arena)
 {
@@ -52,7 +53,9 @@ static void count_outputs(struct dkv_job *job)
 {
     for (uint32_t i = 0; i < job->request.n_blocks; i++) {
         const struct dkv_block *block = &job->blocks[i];
-        job->n_keep += job->plans[i].keep_tokens * block->kv_heads;
+        job->n_keep += job->plans[i].keep_capacity;
+        job->n_heads += block->kv_heads;
+        job->ragged = job->ragged || job->plans[i].ragged;
         job->n_scores += job->request.want_scores ? block->n_tokens * block->kv_heads : 0;
         job->n_stored_tokens += block->n_tokens;
         job->n_scored_tokens += job->plans[i].n_valid * block->kv_heads;
@@ -66,13 +69,12 @@ static void count_outputs(struct dkv_job *job)
 
 enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct dkv_error *err)
 {
-    for (uint32_t i = 0; i < job->request.n_blocks; i++)
-        if (job->plans[i].ragged)
-            return dkv_error_set(err, DKV_E_UNSUPPORTED,
-                                 "heads, layers: answers of unequal length are not sent yet");
     count_outputs(job);
+    const bool offsets = job->ragged || job->infer.outputs[DKV_OIP_KEEP_OFFSETS].wanted;
     const uint64_t n_bytes = job->n_keep * sizeof(*job->keep) +
-                             job->n_scores * sizeof(*job->scores);
+                             job->n_scores * sizeof(*job->scores) +
+                             (offsets ? (job->n_heads + 1) * sizeof(*job->offsets) : 0);
+    job->output_bytes = n_bytes + 1;
     if (n_bytes > max_bytes)
         return dkv_error_set(err, DKV_E_TOO_LARGE, "reply: %llu bytes are above %llu",
                              (unsigned long long)n_bytes, (unsigned long long)max_bytes);
@@ -82,6 +84,8 @@ enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct 
                              (unsigned long long)n_bytes);
     if (job->n_scores > 0)
         job->scores = (float *)(void *)(job->keep + job->n_keep);
+    if (offsets)
+        job->offsets = job->keep + job->n_keep + job->n_scores;
     return dkv_job_divide(job, err);
 }
 
@@ -103,10 +107,41 @@ void dkv_job_answer_by_recency(struct dkv_job *job)
 {
     assert(job->n_scores == 0);
     int32_t *keep = job->keep;
-    for (uint32_t i = 0; i < job->request.n_blocks; i++)
-        keep = keep_recent(&job->blocks[i], &job->plans[i], keep);
+    uint64_t head = 0;
+    for (uint32_t i = 0; i < job->request.n_blocks; i++) {
+        (void)keep_recent(&job->blocks[i], &job->plans[i], keep);
+        keep += job->plans[i].keep_capacity;
+        for (uint32_t h = 0; h < job->blocks[i].kv_heads && job->offsets != NULL; h++)
+            job->offsets[++head] = (int32_t)job->plans[i].keep_tokens;
+    }
     job->degraded = true;
     job->status = DKV_OK;
+}
+
+void dkv_job_close_ranks(struct dkv_job *job)
+{
+    const int32_t *from = job->keep;
+    int32_t *to = job->keep;
+    uint64_t head = 0;
+    if (job->offsets == NULL)
+        return;
+    job->offsets[0] = 0;
+    for (uint32_t i = 0; i < job->request.n_blocks; i++) {
+        const uint64_t begin = (uint64_t)job->offsets[head];
+        for (uint32_t h = 0; h < job->blocks[i].kv_heads; h++, head++)
+            job->offsets[head + 1] = job->offsets[head] +
+                                     (job->plans[i].ragged ? job->offsets[head + 1]
+                                                           : (int32_t)job->plans[i].keep_tokens);
+        const uint64_t n = (uint64_t)job->offsets[head] - begin;
+        memmove(to, from, n * sizeof(*to));
+        to += n;
+        from += job->plans[i].keep_capacity;
+    }
+    job->n_keep = (uint64_t)job->offsets[job->n_heads];
+    if (job->n_scores > 0)
+        job->scores = memmove(to, job->scores, job->n_scores * sizeof(*job->scores));
+    job->offsets = memmove(to + job->n_scores, job->offsets,
+                           (job->n_heads + 1) * sizeof(*job->offsets));
 }
 
 void dkv_job_release_inputs(struct dkv_job *job)
@@ -136,10 +171,8 @@ void dkv_job_free(struct dkv_job *job)
 {
     if (job == NULL)
         return;
-    const uint64_t n_bytes = job->n_keep * sizeof(*job->keep) +
-                             job->n_scores * sizeof(*job->scores) + 1;
     dkv_job_release_inputs(job);
     dkv_oip_infer_fini(&job->infer);
-    dkv_arena_free(job->arena, job->keep, n_bytes, n_bytes);
+    dkv_arena_free(job->arena, job->keep, job->output_bytes, job->output_bytes);
     free(job);
 }

@@ -72,9 +72,14 @@ struct dkv_job {
     /* Outputs of all blocks, one after the other, in the order of the blocks. One range of the
      * arena, indices first, scores behind them. */
     int32_t *keep;
-    float *scores; /* NULL unless asked for */
-    uint64_t n_keep;
+    float *scores;   /* NULL unless asked for */
+    uint64_t n_keep; /* indices; until a ragged answer is there, room for them */
     uint64_t n_scores;
+    uint64_t n_heads; /* KV heads of all blocks */
+    int32_t *offsets; /* [n_heads+1] behind the scores, where heads' indices begin; NULL unless the
+                         answer is ragged or that is asked for */
+    bool ragged;      /* blocks and heads may keep different numbers of tokens */
+    uint64_t output_bytes;    /* of all of it */
     uint64_t n_stored_tokens; /* of all blocks: what a batch is limited by */
     uint64_t n_scored_tokens; /* valid tokens times KV heads, of all blocks */
     uint64_t n_read_bytes;    /* queries, keys and values: what fairness counts */
@@ -100,6 +105,10 @@ struct dkv_job {
 
 /* Which way its tensors came, through a front of that name. */
 enum dkv_transport dkv_job_transport(const struct dkv_job *job, enum dkv_transport front);
+
+/* The answer is there: turns the heads' counts into offsets and closes the gaps between blocks, so
+ * that indices, scores and offsets lie one behind the other. */
+void dkv_job_close_ranks(struct dkv_job *job);
 
 struct dkv_job *dkv_job_new(struct dkv_arena *arena);
 

@@ -107,7 +107,7 @@ static enum dkv_status assign(struct dkv_job *job, struct dkv_admission_part *pa
 
 /* Where a block's answer goes: all one after the other. */
 struct cursor {
-    uint64_t keep, scores;
+    uint64_t keep, scores, counts;
 };
 
 static void place_outputs(const struct dkv_job *job, uint32_t i, struct cursor *at,
@@ -115,7 +115,11 @@ static void place_outputs(const struct dkv_job *job, uint32_t i, struct cursor *
 {
     const uint64_t heads = job->blocks[i].kv_heads;
     packed->keep = (struct dkv_link_addr){DKV_LINK_IN_ARENA, at->keep};
-    at->keep += job->plans[i].keep_tokens * heads * sizeof(*job->keep);
+    at->keep += job->plans[i].keep_capacity * sizeof(*job->keep);
+    if (job->offsets != NULL) {
+        packed->counts = (struct dkv_link_addr){DKV_LINK_IN_ARENA, at->counts};
+        at->counts += heads * sizeof(*job->offsets);
+    }
     if (job->n_scores == 0)
         return;
     packed->scores = (struct dkv_link_addr){DKV_LINK_IN_ARENA, at->scores};
@@ -186,6 +190,8 @@ static enum dkv_status write_all(struct dkv_job *job, const uint32_t *part_of,
     struct cursor at = {.keep = dkv_arena_offset(job->arena, job->keep)};
     if (job->n_scores > 0)
         at.scores = dkv_arena_offset(job->arena, job->scores);
+    if (job->offsets != NULL)
+        at.counts = dkv_arena_offset(job->arena, job->offsets + 1);
     uint32_t n_placed[DKV_ADMISSION_LANES_MAX] = {0};
     for (uint32_t i = 0; i < job->request.n_blocks; i++) {
         const uint32_t p = part_of != NULL ? part_of[i] : 0;

@@ -1,8 +1,8 @@
 /* Messages over the socket pair, and pointers to offsets and back.
  *
- * A block has nine pointers. A table says where each is and how many bytes lie behind it, so that
- * packing, sizing and unpacking are one loop each and none of the nine can be forgotten in one of
- * them.
+ * A block has thirteen pointers. A table says where each is and how many bytes lie behind it, so
+ * that packing, sizing and unpacking are one loop each and none of them can be forgotten in one of
+ * these.
  */
 #include "server/link.h"
 
@@ -68,9 +68,9 @@ int dkv_link_receive(int socket, struct dkv_link_msg *msg_out, int *fd_out)
     return 0;
 }
 
-/* ---- the nine pointers ---- */
+/* ---- the pointers ---- */
 
-enum behind { TENSOR, Q_FLOATS, KV_FLOATS, ENTRIES };
+enum behind { TENSOR, Q_FLOATS, KV_FLOATS, ENTRIES, TOKEN_FLOATS, METRIC_FLOATS };
 
 struct pointer {
     size_t at; /* in dkv_block */
@@ -87,6 +87,10 @@ static const struct pointer pointers[DKV_LINK_POINTERS] = {
     {offsetof(struct dkv_block, key.head_scales), KV_FLOATS},
     {offsetof(struct dkv_block, value.head_scales), KV_FLOATS},
     {offsetof(struct dkv_block, sink_logits), Q_FLOATS},
+    {offsetof(struct dkv_block, token_weight), TOKEN_FLOATS},
+    {offsetof(struct dkv_block, carry_in), TOKEN_FLOATS},
+    {offsetof(struct dkv_block, external_scores), TOKEN_FLOATS},
+    {offsetof(struct dkv_block, value_metric), METRIC_FLOATS},
 };
 
 static const void *get(const struct dkv_block *block, unsigned i)
@@ -108,6 +112,11 @@ static uint64_t vector_bytes(const struct dkv_block *block, unsigned i)
     switch (pointers[i].what) {
     case Q_FLOATS: return block->q_heads * sizeof(float);
     case KV_FLOATS: return block->kv_heads * sizeof(float);
+    case TOKEN_FLOATS: return block->kv_heads * block->n_tokens * sizeof(float);
+    case METRIC_FLOATS: {
+        const uint64_t dim = block->v_dim != 0 ? block->v_dim : block->head_dim;
+        return block->q_heads * dim * dim * sizeof(float);
+    }
     case ENTRIES: return table->n_entries * table->entry_bytes;
     case TENSOR: break;
     }

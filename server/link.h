@@ -126,7 +126,7 @@ struct dkv_link_addr {
     uint64_t offset;
 };
 
-#define DKV_LINK_POINTERS 9u /* of a dkv_block */
+#define DKV_LINK_POINTERS 13u /* of a dkv_block */
 
 struct dkv_link_block {
     struct dkv_block block; /* its pointers say nothing: */
@@ -134,8 +134,9 @@ struct dkv_link_block {
     struct dkv_plan plan;
     struct dkv_link_addr keep;
     struct dkv_link_addr scores;
-    struct dkv_ring ring;   /* of the query, if it lies around a ring's end on a GPU */
-    enum dkv_status status; /* written by the worker before DONE, like what follows */
+    struct dkv_link_addr counts; /* of a ragged answer */
+    struct dkv_ring ring;        /* of the query, if it lies around a ring's end on a GPU */
+    enum dkv_status status;      /* written by the worker before DONE, like what follows */
     struct dkv_error error;
     bool nonfinite; /* it met NaN or infinity */
 };

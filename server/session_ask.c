@@ -273,18 +273,25 @@ static size_t put_records(const struct dkv_ask *ask, uint8_t *records)
     const struct dkv_job *job = ask->job;
     uint64_t keep_at = 0;
     uint64_t scores_at = job->n_keep * sizeof(int32_t);
+    uint64_t head = 0;
     size_t n = 0;
     for (uint32_t i = 0; i < job->request.n_blocks; i++) {
         const struct dkv_block *block = &job->blocks[i];
+        const uint64_t n_kept = job->offsets != NULL
+                                    ? (uint64_t)(job->offsets[head + block->kv_heads] -
+                                                 job->offsets[head])
+                                    : job->plans[i].keep_tokens * block->kv_heads;
         const struct dkv_wire_result_block record = {
             .kv_heads = block->kv_heads,
             .keep_tokens = (uint32_t)job->plans[i].keep_tokens,
             .n_tokens = (uint32_t)block->n_tokens,
+            .n_ragged = job->offsets != NULL ? (uint32_t)n_kept : 0,
             .keep_offset = keep_at,
             .scores_offset = job->n_scores > 0 ? scores_at : DKV_WIRE_NO_SCORES,
         };
         n += dkv_wire_put_result_block(records + n, &record);
-        keep_at += job->plans[i].keep_tokens * block->kv_heads * sizeof(int32_t);
+        keep_at += n_kept * sizeof(int32_t);
+        head += block->kv_heads;
         if (job->n_scores > 0)
             scores_at += block->n_tokens * block->kv_heads * sizeof(float);
     }

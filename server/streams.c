@@ -121,21 +121,20 @@ static uint64_t n_below(const int32_t *keep, uint64_t n, uint64_t limit)
     return from;
 }
 
-/* Adds one block: `kept` and `room` are, per part, the tokens that were kept and those that there
- * were, times KV heads. Indices ascend, so the parts' bounds are searched for instead of looking at
- * each: a prompt of 128K tokens in 32 layers is a millisecond's work rather than ten. */
-static void add_block(const int32_t *keep, uint64_t n_keep, uint64_t kv_heads, uint64_t n_tokens,
-                      uint64_t kept[DKV_STREAM_BINS], uint64_t room[DKV_STREAM_BINS])
+/* Adds one head: `kept` and `room` are, per part, the tokens that were kept and those that there
+ * were. Indices ascend, so the parts' bounds are searched for instead of looking at each: a prompt
+ * of 128K tokens in 32 layers is a millisecond's work rather than ten. */
+static void add_head(const int32_t *keep, uint64_t n_keep, uint64_t n_tokens,
+                     uint64_t kept[DKV_STREAM_BINS], uint64_t room[DKV_STREAM_BINS])
 {
-    for (uint64_t head = 0; head < kv_heads; head++, keep += n_keep)
-        for (uint64_t bin = 0, from = 0, before = 0; bin < DKV_STREAM_BINS; bin++) {
-            const uint64_t to = ((bin + 1) * n_tokens) / DKV_STREAM_BINS;
-            const uint64_t below = before + n_below(keep + before, n_keep - before, to);
-            kept[bin] += below - before;
-            room[bin] += to - from;
-            before = below;
-            from = to;
-        }
+    for (uint64_t bin = 0, from = 0, before = 0; bin < DKV_STREAM_BINS; bin++) {
+        const uint64_t to = ((bin + 1) * n_tokens) / DKV_STREAM_BINS;
+        const uint64_t below = before + n_below(keep + before, n_keep - before, to);
+        kept[bin] += below - before;
+        room[bin] += to - from;
+        before = below;
+        from = to;
+    }
 }
 
 /* Blocks and plans are still there, or (over HTTP) gone and all alike. */
@@ -147,17 +146,24 @@ static uint64_t n_tokens_of(const struct dkv_job *job, uint32_t i)
 static void take_strip(struct dkv_stream *stream, const struct dkv_job *job)
 {
     uint64_t kept[DKV_STREAM_BINS] = {0}, room[DKV_STREAM_BINS] = {0};
-    const int32_t *keep = job->keep;
+    const int32_t *keep = job->keep, *offset = job->offsets;
     uint64_t left = job->n_keep;
     stream->has_strip = false;
     for (uint32_t i = 0; i < job->request.n_blocks; i++) {
         const uint64_t n_keep = job->plans != NULL ? job->plans[i].keep_tokens : job->keep_tokens;
         const uint64_t kv_heads = job->blocks != NULL ? job->blocks[i].kv_heads : job->kv_heads;
-        if (n_keep * kv_heads > left)
-            return; /* heads that keep different numbers: not laid out like this */
-        add_block(keep, n_keep, kv_heads, n_tokens_of(job, i), kept, room);
-        keep += n_keep * kv_heads;
-        left -= n_keep * kv_heads;
+        for (uint64_t head = 0; head < kv_heads; head++) {
+            uint64_t count = n_keep;
+            if (offset != NULL) {
+                count = (uint64_t)(offset[1] - offset[0]);
+                offset++;
+            }
+            if (count > left)
+                return; /* not laid out like this */
+            add_head(keep, count, n_tokens_of(job, i), kept, room);
+            keep += count;
+            left -= count;
+        }
     }
     if (left > 0)
         return;

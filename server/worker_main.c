@@ -137,6 +137,7 @@ static void add_items(struct worker *worker, struct batch *batch, struct dkv_lin
             .params = &job->params,
             .plan = &packed->plan,
             .keep_out = output(worker, &packed->keep),
+            .counts_out = output(worker, &packed->counts),
             .scores_out = output(worker, &packed->scores),
         };
     }

@@ -17,7 +17,7 @@
 #include <unistd.h>
 
 /* Blocks of one engine batch. */
-#define BATCH_MAX 16u
+#define BATCH_MAX 128u
 
 /* A job's place in the queue. */
 struct carrier {
@@ -134,14 +134,17 @@ static enum dkv_status embedded_submit(struct dkv_transport *t, struct dkv_job *
     if (c == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a request");
     const struct dkv_call *call = &job->call;
-    if (call->plans[0].ragged) {
-        free(c);
-        return dkv_error_set(err, DKV_E_UNSUPPORTED,
-                             "heads, layers: answers of unequal length are not given yet");
-    }
-    enum dkv_status status = dkv_result_reserve(
-        job->result, call->request.n_blocks, call->blocks[0].kv_heads, call->blocks[0].n_tokens,
-        call->plans[0].keep_tokens, call->request.want_scores, err);
+    uint64_t n_keep = 0;
+    for (uint32_t i = 0; i < call->request.n_blocks; i++)
+        n_keep += call->plans[i].keep_capacity;
+    enum dkv_status status =
+        call->plans[0].ragged
+            ? dkv_result_reserve_ragged(job->result, call->request.n_blocks,
+                                        call->blocks[0].kv_heads, call->blocks[0].n_tokens, n_keep,
+                                        call->request.want_scores, err)
+            : dkv_result_reserve(job->result, call->request.n_blocks, call->blocks[0].kv_heads,
+                                 call->blocks[0].n_tokens, call->plans[0].keep_tokens,
+                                 call->request.want_scores, err);
     if (status != DKV_OK) {
         free(c);
         return status;
@@ -194,11 +197,17 @@ static struct dkv_item make_item(const struct dkv_job *job, uint32_t i)
     const struct dkv_call *call = &job->call;
     const struct dkv_block *block = &call->blocks[i];
     struct dropkv_result *result = job->result;
+    uint64_t keep_at = 0;
+    for (uint32_t before = 0; before < i; before++)
+        keep_at += call->plans[before].keep_capacity;
     return (struct dkv_item){
         .block = block,
         .params = &call->request.params,
         .plan = &call->plans[i],
-        .keep_out = dkv_result_keep(result) + i * block->kv_heads * result->keep_tokens,
+        .keep_out = dkv_result_keep(result) + keep_at,
+        .counts_out = result->keep_offsets == NULL
+                          ? NULL
+                          : (uint32_t *)dkv_result_offsets(result) + 1 + i * block->kv_heads,
         .scores_out = result->scores == NULL
                           ? NULL
                           : dkv_result_scores(result) + i * block->kv_heads * block->n_tokens,
@@ -216,6 +225,14 @@ static unsigned fill_batch(struct dkv_transport *t, struct dkv_item *items, stru
             c->n_waiting = 0;
         }
         const uint32_t n_blocks = c->job->call.request.n_blocks;
+        const bool together = c->job->call.request.params.layers == DKV_LAYERS_CAKE;
+        if (together && c->n_waiting > 0 && n_blocks > BATCH_MAX - n) {
+            if (n > 0)
+                break; /* the next batch is its own */
+            fail(c, DKV_E_TOO_LARGE,
+                 "layers=cake: more blocks than one batch of this engine takes");
+            c->n_waiting = 0;
+        }
         for (; c->n_waiting > 0 && c->n_started < n_blocks && n < BATCH_MAX; n++) {
             items[n] = make_item(c->job, c->n_started++);
             owners[n] = c;
@@ -243,6 +260,24 @@ static void run_batch(struct dkv_transport *t, struct dkv_item *items, struct ca
     }
 }
 
+/* The heads' counts become offsets, and the gaps between blocks close. */
+static void close_ranks(struct dkv_job *job)
+{
+    const struct dkv_call *call = &job->call;
+    int32_t *offsets = dkv_result_offsets(job->result), *keep = dkv_result_keep(job->result);
+    const int32_t *from = keep;
+    uint64_t head = 0;
+    offsets[0] = 0;
+    for (uint32_t i = 0; i < call->request.n_blocks; i++) {
+        const int32_t begin = offsets[head];
+        for (uint32_t h = 0; h < call->blocks[i].kv_heads; h++, head++)
+            offsets[head + 1] += offsets[head];
+        memmove(keep + begin, from, (size_t)(offsets[head] - begin) * sizeof(*keep));
+        from += call->plans[i].keep_capacity;
+    }
+    job->result->keep_tokens = (uint64_t)offsets[head] / head;
+}
+
 static void hand_back_finished(struct dkv_transport *t)
 {
     struct dkv_engine_info info;
@@ -257,6 +292,8 @@ static void hand_back_finished(struct dkv_transport *t)
         unlink_carrier(t, c);
         if (done.status == DKV_OK && dkv_now_ns() >= job->deadline_ns)
             fail(&done, DKV_E_TIMEOUT, "the deadline passed while it was computed");
+        if (done.status == DKV_OK && job->result->keep_offsets != NULL)
+            close_ranks(job);
         dkv_result_set_backend(job->result, info.backend);
         job->result->n_attempts = 1;
         dkv_job_done(job, done.status, done.error_text);

@@ -46,15 +46,18 @@ static void put_score(FILE *stream, const struct dropkv_result *r, uint64_t i)
         fputs("null", stream);
 }
 
-/* [batch][kv_heads][n] */
-static void put_nested(FILE *stream, const struct dropkv_result *r, uint64_t n,
-                       void (*put)(FILE *, const struct dropkv_result *, uint64_t))
+/* [batch][kv_heads][n], or of each head as many as the offsets say */
+static void put_nested(FILE *stream, const struct dropkv_result *r, const int32_t *offsets,
+                       uint64_t n, void (*put)(FILE *, const struct dropkv_result *, uint64_t))
 {
     uint64_t at = 0;
     fputc('[', stream);
     for (uint32_t b = 0; b < r->batch; b++) {
         fputs(b > 0 ? ",[" : "[", stream);
         for (uint32_t h = 0; h < r->kv_heads; h++) {
+            const uint64_t head = (uint64_t)b * r->kv_heads + h;
+            if (offsets != NULL)
+                n = (uint64_t)(offsets[head + 1] - offsets[head]);
             fputs(h > 0 ? ",[" : "[", stream);
             for (uint64_t i = 0; i < n; i++) {
                 if (i > 0)
@@ -80,10 +83,10 @@ static void put_block(FILE *stream, const struct dkv_outcome *outcome)
     if (r->degraded)
         fputs(",\"degraded\":true", stream);
     fputs(",\"keep_indices\":", stream);
-    put_nested(stream, r, r->keep_tokens, put_index);
+    put_nested(stream, r, r->keep_offsets, r->keep_tokens, put_index);
     if (r->scores != NULL) {
         fputs(",\"scores\":", stream);
-        put_nested(stream, r, r->n_tokens, put_score);
+        put_nested(stream, r, NULL, r->n_tokens, put_score);
     }
     fputc('}', stream);
 }
@@ -128,16 +131,36 @@ static bool add_tensor(struct tensor_list *list, const struct dkv_outcome *outco
     return true;
 }
 
+/* One dimension of int32. */
+static bool add_list(struct tensor_list *list, const struct dkv_outcome *outcome, const char *what,
+                     uint64_t count, const int32_t *data)
+{
+    if (!add_tensor(list, outcome, what, "I32", 1, data))
+        return false;
+    struct dkv_safetensors_out *tensor = &list->tensors[list->n - 1];
+    list->shapes[list->n - 1][0] = count;
+    tensor->n_dims = 1;
+    tensor->bytes = count * sizeof(*data);
+    return true;
+}
+
 static bool list_tensors(const struct dkv_report *report, struct tensor_list *list)
 {
-    list->tensors = calloc(2 * report->n_outcomes, sizeof(list->tensors[0]));
-    list->shapes = calloc(2 * report->n_outcomes, sizeof(list->shapes[0]));
+    list->tensors = calloc(3 * report->n_outcomes, sizeof(list->tensors[0]));
+    list->shapes = calloc(3 * report->n_outcomes, sizeof(list->shapes[0]));
     if (list->tensors == NULL || list->shapes == NULL)
         return false;
     for (size_t i = 0; i < report->n_outcomes; i++) {
         const struct dkv_outcome *o = &report->outcomes[i];
-        if (!add_tensor(list, o, "keep_indices", "I32", o->result->keep_tokens,
-                        o->result->keep_indices))
+        const struct dropkv_result *r = o->result;
+        const uint64_t n_heads = (uint64_t)r->batch * r->kv_heads;
+        if (r->keep_offsets != NULL &&
+            !(add_list(list, o, "keep_indices", (uint64_t)r->keep_offsets[n_heads],
+                       r->keep_indices) &&
+              add_list(list, o, "keep_offsets", n_heads + 1, r->keep_offsets)))
+            return false;
+        if (r->keep_offsets == NULL &&
+            !add_tensor(list, o, "keep_indices", "I32", r->keep_tokens, r->keep_indices))
             return false;
         if (o->result->scores != NULL &&
             !add_tensor(list, o, "scores", "F32", o->result->n_tokens, o->result->scores))
@@ -171,6 +194,10 @@ enum dkv_status dkv_report_npy(const struct dkv_report *report, FILE *stream, st
 {
     const struct dropkv_result *r = report->outcomes[0].result;
     const uint64_t shape[3] = {r->batch, r->kv_heads, r->keep_tokens};
+    if (r->keep_offsets != NULL)
+        return dkv_error_set(err, DKV_E_UNSUPPORTED,
+                             "an npy file cannot hold heads of unequal length: use json or "
+                             "safetensors");
     return dkv_npy_write(stream, "<i4", 3, shape, r->keep_indices,
                          shape[0] * shape[1] * shape[2] * sizeof(int32_t), err);
 }

@@ -36,10 +36,22 @@ struct shares {
     double middle;
 };
 
-static const int32_t *kept_of(const struct row *row, uint64_t head)
+static const int32_t *kept_of(const struct row *row, uint64_t head, uint64_t *count_out)
 {
     const struct dropkv_result *r = row->outcome->result;
-    return r->keep_indices + (row->first_head + head) * r->keep_tokens;
+    const uint64_t at = row->first_head + head;
+    *count_out = r->keep_tokens;
+    if (r->keep_offsets == NULL)
+        return r->keep_indices + at * r->keep_tokens;
+    *count_out = (uint64_t)(r->keep_offsets[at + 1] - r->keep_offsets[at]);
+    return r->keep_indices + r->keep_offsets[at];
+}
+
+/* Of all the block's heads. */
+static uint64_t all_kept(const struct dropkv_result *r)
+{
+    const uint64_t heads = (uint64_t)r->batch * r->kv_heads;
+    return r->keep_offsets != NULL ? (uint64_t)r->keep_offsets[heads] : heads * r->keep_tokens;
 }
 
 static struct shares count_shares(const struct row *row)
@@ -47,9 +59,11 @@ static struct shares count_shares(const struct row *row)
     const struct dropkv_result *r = row->outcome->result;
     uint64_t sink = 0;
     uint64_t recent = 0;
+    uint64_t total = 0, count;
     for (uint64_t h = 0; h < row->n_heads; h++) {
-        const int32_t *kept = kept_of(row, h);
-        for (uint64_t i = 0; i < r->keep_tokens; i++) {
+        const int32_t *kept = kept_of(row, h, &count);
+        total += count;
+        for (uint64_t i = 0; i < count; i++) {
             const uint64_t t = (uint64_t)kept[i];
             if (t >= r->n_tokens - row->outcome->recent)
                 recent++;
@@ -57,7 +71,7 @@ static struct shares count_shares(const struct row *row)
                 sink++;
         }
     }
-    const double all = (double)(row->n_heads * r->keep_tokens);
+    const double all = (double)total;
     struct shares shares = {(double)sink / all, (double)recent / all, 0};
     shares.middle = 1.0 - shares.sink - shares.recent;
     return shares;
@@ -73,8 +87,9 @@ static void draw_strip(const struct row *row, unsigned cells, const struct dkv_t
     if (cells > n)
         cells = (unsigned)n;
     for (uint64_t h = 0; h < row->n_heads; h++) {
-        const int32_t *kept = kept_of(row, h);
-        for (uint64_t i = 0; i < r->keep_tokens; i++)
+        uint64_t count;
+        const int32_t *kept = kept_of(row, h, &count);
+        for (uint64_t i = 0; i < count; i++)
             counts[(((uint64_t)kept[i] + 1) * cells - 1) / n]++;
     }
     const char *const *glyphs = terminal->utf8 ? blocks_utf8 : blocks_ascii;
@@ -226,7 +241,7 @@ static void print_summary(const struct dkv_report *report, FILE *stream)
         const struct dropkv_result *r = report->outcomes[i].result;
         const uint64_t heads = (uint64_t)r->batch * r->kv_heads;
         n_heads += heads;
-        kept += heads * r->keep_tokens;
+        kept += all_kept(r);
         tokens += heads * r->n_tokens;
         n_degraded += r->degraded != 0;
     }

@@ -245,13 +245,36 @@ static void note_classes(struct dkv_outcome *outcome, const struct dropkv_reques
     dkv_call_fini(&call);
 }
 
+static const char *given(const struct command *c, const char *name)
+{
+    for (size_t i = 0; i < c->o.params.n_params; i++)
+        if (strcmp(c->o.params.params[i].name, name) == 0)
+            return c->o.params.params[i].text;
+    return NULL;
+}
+
+/* Blocks are requests of their own, so a budget by layers has to be told which layer each is. */
+static size_t name_layer(const struct command *c, size_t i, struct dropkv_param *params)
+{
+    const char *layers = given(c, "layers");
+    const size_t n = c->o.params.n_params;
+    memcpy(params, c->o.params.params, n * sizeof(*params));
+    if (layers == NULL || strcmp(layers, "uniform") == 0 || given(c, "layer") != NULL ||
+        given(c, "n_layers") != NULL)
+        return n;
+    params[n] = dropkv_int("layer", (int64_t)i);
+    params[n + 1] = dropkv_int("n_layers", (int64_t)c->blocks.n_blocks);
+    return n + 2;
+}
+
 static int submit_block(struct command *c, size_t i)
 {
+    struct dropkv_param params[DKV_PARAM_COUNT + 2];
     struct dkv_error error;
     const struct dkv_named_block *block = &c->blocks.blocks[i];
     struct dropkv_request request = DROPKV_REQUEST_INIT;
-    request.params = c->o.params.params;
-    request.n_params = c->o.params.n_params;
+    request.params = params;
+    request.n_params = name_layer(c, i, params);
     request.want_scores = c->o.want_scores;
     request.user = &c->outcomes[i];
     if (dkv_block_request(block, &request, &error) != DKV_OK)
@@ -294,6 +317,13 @@ static int collect(struct command *c, size_t *n_done)
 
 static int score_all(struct command *c)
 {
+    if (given(c, "layers") != NULL && strcmp(given(c, "layers"), "cake") == 0 &&
+        c->blocks.n_blocks > 1) {
+        dkv_complain("--layers cake: deals the budget of one request, and these are %zu; put the "
+                     "layers into one tensor [layers, heads, tokens, dim]",
+                     c->blocks.n_blocks);
+        return EX_USAGE;
+    }
     struct dkv_progress progress;
     const size_t n = c->blocks.n_blocks;
     size_t n_sent = 0;

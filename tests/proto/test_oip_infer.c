@@ -503,7 +503,7 @@ static void outputs_are_judged(void **state)
 {
     (void)state;
     assert_refused(WITH("\"outputs\":[{\"name\":\"attention\"}]"), ALL_BYTES, DKV_E_INVALID,
-                   "'attention' is neither");
+                   "'attention' is none of");
     assert_refused(WITH("\"outputs\":[{\"name\":\"scores\"},{\"name\":\"scores\"}]"), ALL_BYTES,
                    DKV_E_INVALID, "given twice");
     assert_refused(OUTPUT(",\"parameters\":{\"classification\":3}"), ALL_BYTES, DKV_E_INVALID,

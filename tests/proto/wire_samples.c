@@ -248,8 +248,8 @@ static void result(struct wire_sample *s)
 {
     const struct dkv_wire_result m = {
         .n_blocks = 2, .degraded = 1, .in_region = 1, .queue_us = 120, .run_us = 350};
-    const struct dkv_wire_result_block b[2] = {{8, 102, 1024, 0, 3264},
-                                               {2, 7, 64, 36032, DKV_WIRE_NO_SCORES}};
+    const struct dkv_wire_result_block b[2] = {{8, 102, 1024, 0, 0, 3264},
+                                               {2, 7, 64, 13, 36032, DKV_WIRE_NO_SCORES}};
     s->bytes = dkv_wire_put_result(s->payload, &m);
     for (int i = 0; i < 2; i++)
         s->bytes += dkv_wire_put_result_block(s->payload + s->bytes, &b[i]);
