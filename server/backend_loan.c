@@ -22,6 +22,7 @@ static void release_if_free(struct dkv_loan *loan)
     const dkv_loan_released_fn on_released = loan->on_released;
     void *owner = loan->owner;
     loan->backend->loans[loan->number - DKV_LINK_LOANS] = NULL;
+    loan->backend->loan_bytes -= loan->bytes;
     dkv_loan_free(loan);
     if (on_released != NULL)
         on_released(owner);
@@ -102,10 +103,19 @@ static enum dkv_status add(struct dkv_backend *backend, struct dkv_loan *loan,
                            struct dkv_loan **loan_out, struct dkv_error *err)
 {
     loan->backend = backend;
+    /* It takes as many addresses as it has bytes, here and in its workers, and a file of holes or a
+     * wide reservation costs its owner nothing. */
+    if (loan->bytes > DKV_LOANS_BYTES_MAX - backend->loan_bytes) {
+        dkv_loan_free(loan);
+        return dkv_error_set(err, DKV_E_BUSY,
+                             "region: with it all regions would have more than %llu bytes",
+                             (unsigned long long)DKV_LOANS_BYTES_MAX);
+    }
     if (!find_number(backend, loan)) {
         dkv_loan_free(loan);
         return dkv_error_set(err, DKV_E_TOO_LARGE, "region: there are %u already", DKV_LOANS_MAX);
     }
+    backend->loan_bytes += loan->bytes;
     loan->on_attached = on_attached;
     loan->owner = owner;
     *loan_out = loan;

@@ -51,6 +51,7 @@ struct dkv_backend {
     uint64_t pulse_launched; /* n_launched at the last pulse */
     struct dkv_loan **loans; /* [n_loans], by number - DKV_LINK_LOANS; NULL where there is none */
     unsigned n_loans;
+    uint64_t loan_bytes; /* of all loans */
     bool pumping;
     bool again;
 };

@@ -68,6 +68,23 @@ enum dkv_status dkv_loan_new(int fd, uint64_t offset, uint64_t bytes, struct dkv
     return DKV_OK;
 }
 
+/* Chunks that the region does not reach would be mapped for nothing, however far away. */
+static enum dkv_status check_chunks(const struct dkv_loan *loan, struct dkv_error *err)
+{
+    for (uint32_t i = 0; i < loan->n_chunks; i++) {
+        const struct dkv_loan_chunk *chunk = &loan->chunks[i];
+        if (chunk->offset >= loan->offset + loan->bytes ||
+            chunk->offset + chunk->bytes <= loan->offset)
+            return dkv_error_set(
+                err, DKV_E_INVALID, "region: chunk %u, %llu bytes at %llu, lies outside it", i,
+                (unsigned long long)chunk->bytes, (unsigned long long)chunk->offset);
+    }
+    if (loan->n_chunks > 0 && dkv_loan_end(loan, 0) == 0)
+        return dkv_error_set(err, DKV_E_INVALID, "region: offset %llu is in none of its chunks",
+                             (unsigned long long)loan->offset);
+    return DKV_OK;
+}
+
 enum dkv_status dkv_loan_new_cuda(const struct dkv_wire_region *wire, const int *fds,
                                   uint64_t owner, uint32_t device, struct dkv_loan **loan_out,
                                   struct dkv_error *err)
@@ -102,10 +119,10 @@ enum dkv_status dkv_loan_new_cuda(const struct dkv_wire_region *wire, const int 
     reserve(loan);
     if (!have_all || loan->base == NULL)
         return give_up(loan, err);
-    if (loan->n_chunks > 0 && dkv_loan_end(loan, 0) == 0) {
+    const enum dkv_status status = check_chunks(loan, err);
+    if (status != DKV_OK) {
         dkv_loan_free(loan);
-        return dkv_error_set(err, DKV_E_INVALID, "region: offset %llu is in none of its chunks",
-                             (unsigned long long)wire->offset);
+        return status;
     }
     *loan_out = loan;
     return DKV_OK;

@@ -28,6 +28,7 @@
 struct dkv_wire_region;
 
 #define DKV_LOANS_MAX       65536u
+#define DKV_LOANS_BYTES_MAX (UINT64_C(64) << 40) /* of all: half of a process's addresses */
 #define DKV_LOAN_EVERYWHERE UINT32_MAX
 
 struct dkv_loan;

@@ -152,22 +152,32 @@ static enum dkv_status attach_region(struct dkv_session *session,
     return status;
 }
 
-/* Descriptors are held as long as the regions, so that a new worker can be given them. */
-static enum dkv_status check_fds(const struct dkv_session *session,
-                                 const struct dkv_wire_region *wire, struct dkv_error *err)
+/* Descriptors are held as long as the regions, so that a new worker can be given them, and
+ * addresses as long as anybody has them. */
+static enum dkv_status check_quota(const struct dkv_session *session,
+                                   const struct dkv_wire_region *wire, struct dkv_error *err)
 {
     uint32_t n_fds = 0;
+    uint64_t n_bytes = 0;
     for (uint32_t i = 0; i < session->regions.n; i++) {
         const struct dkv_region *region = session->regions.slots[i].object;
-        if (region != NULL && region->loan != NULL)
-            n_fds += dkv_loan_fds(region->loan);
+        if (region == NULL || region->loan == NULL)
+            continue;
+        n_fds += dkv_loan_fds(region->loan);
+        n_bytes += region->bytes;
     }
-    if (n_fds + wire->n_chunks <= DKV_SESSION_FDS)
-        return DKV_OK;
-    return dkv_error_set(err, DKV_E_BUSY,
-                         "region: with its %u descriptors this connection would have %u, at most "
-                         "%u are allowed",
-                         wire->n_chunks, n_fds + wire->n_chunks, DKV_SESSION_FDS);
+    if (n_fds + wire->n_chunks > DKV_SESSION_FDS)
+        return dkv_error_set(err, DKV_E_BUSY,
+                             "region: with its %u descriptors this connection would have %u, at "
+                             "most %u are allowed",
+                             wire->n_chunks, n_fds + wire->n_chunks, DKV_SESSION_FDS);
+    if (n_bytes > DKV_SESSION_BYTES || wire->bytes > DKV_SESSION_BYTES - n_bytes)
+        return dkv_error_set(err, DKV_E_BUSY,
+                             "region: its %llu bytes and the %llu that this connection has are "
+                             "above %llu",
+                             (unsigned long long)wire->bytes, (unsigned long long)n_bytes,
+                             (unsigned long long)DKV_SESSION_BYTES);
+    return DKV_OK;
 }
 
 static enum dkv_status take_region(struct dkv_session *session,
@@ -192,7 +202,7 @@ static enum dkv_status take_region(struct dkv_session *session,
         .shm_prefix = session->shm_prefix,
         .uid = session->uid,
     };
-    status = check_fds(session, &wire, err);
+    status = check_quota(session, &wire, err);
     if (status != DKV_OK)
         return status;
     return attach ? attach_region(session, &source, message->header.id, err)

@@ -14,7 +14,8 @@
 
 /* Quotas of one connection. */
 #define DKV_SESSION_REGIONS   256u
-#define DKV_SESSION_FDS       512u /* of its regions */
+#define DKV_SESSION_FDS       512u                /* of its regions */
+#define DKV_SESSION_BYTES     (UINT64_C(8) << 40) /* of its regions: addresses that they take */
 #define DKV_SESSION_CACHES    64u
 #define DKV_SESSION_STASHES   64u
 #define DKV_SESSION_IN_FLIGHT 256u

@@ -318,8 +318,9 @@ class Chunks(Case):
             self.refuse(wire.INVALID, "chunk 0", fds=vmm.fds, n_bytes=MIB, kind=3, chunks=[(0, n_bytes)])
         self.refuse(wire.INVALID, "chunk 0", fds=vmm.fds, n_bytes=MIB, kind=3, chunks=[(0, 4 * MIB - 1)])
         self.refuse(wire.INVALID, "chunk 0", fds=vmm.fds, n_bytes=MIB, offset=4096, kind=3, chunks=[(4096, 4 * MIB)])
-        self.refuse(wire.TOO_LARGE, "span", fds=vmm.fds * 2, n_bytes=MIB, kind=3,
-                    chunks=[(0, 4 * MIB), (1 << 41, 4 * MIB)])
+        far = [(0, 4 * MIB), (1 << 41, 4 * MIB)]
+        self.refuse(wire.INVALID, "chunk 1", "outside", fds=vmm.fds * 2, n_bytes=MIB, kind=3, chunks=far)
+        self.refuse(wire.TOO_LARGE, "span", fds=vmm.fds * 2, n_bytes=(1 << 41) + MIB, kind=3, chunks=far)
 
     def test_descriptors_of_other_things(self):
         ends = os.pipe()

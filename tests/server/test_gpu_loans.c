@@ -302,7 +302,12 @@ static void a_view_ends_with_its_run_of_chunks(void **state)
     assert_int_equal(dkv_loan_fds(loan), 4);
     assert_int_equal(dkv_loan_kind_of(loan), DKV_LOAN_DEVICE);
     dkv_loan_free(loan);
-    chunk_loan(6 * MIB, MIB, chunks, 4, DKV_E_INVALID);
+    chunk_loan(6 * MIB, MIB, chunks, 4, DKV_E_INVALID);     /* where there is none */
+    chunk_loan(6 * MIB, 3 * MIB, chunks, 3, DKV_E_INVALID); /* the first two are not reached */
+    chunk_loan(MIB, 4 * MIB, chunks, 3, DKV_E_INVALID);     /* nor is the last */
+    loan = chunk_loan(MIB, 4 * MIB, chunks, 2, DKV_OK);
+    assert_int_equal(dkv_loan_end(loan, 0), 4 * MIB);
+    dkv_loan_free(loan);
 }
 
 /* ---- parts ---- */

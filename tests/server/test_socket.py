@@ -415,6 +415,20 @@ class Abuse(unittest.TestCase):
             os.close(fd)
         self.assertLess(self.daemon.total_rss_kib() - before_kib, 16 * 1024)
 
+    def test_addresses_are_bounded(self):
+        """Holes cost their owner nothing; the addresses that stand for them are the daemon's."""
+        fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, 1 << 40)
+        with Client(self.daemon.path) as client:
+            regions = [client.add_memfd(fd, 1 << 40) for _ in range(8)]
+            status, text = client.ask(wire.REGION_ADD, wire.region(1), fds=[fd]).error()
+            self.assertEqual((status, "8796093022208" in text), (wire.BUSY, True))
+            with Client(self.daemon.path) as other:  # its own business
+                other.add_memfd(fd, 1 << 40)
+            client.ask(wire.REGION_DROP, struct.pack("<II", regions[0], 0)).object()
+            client.add_memfd(fd, 1 << 40)
+        os.close(fd)
+
     def test_numbers_that_name_nothing_are_errors_of_the_request(self):
         with Client(self.daemon.path) as client:
             self.assertEqual(client.ask(wire.SCORE, wire.score(1, 1, 96)).error()[0], wire.NOT_FOUND)
