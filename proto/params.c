@@ -391,7 +391,7 @@ static bool optional(enum dkv_param_id id)
 {
     return id == DKV_PARAM_TOTAL_TOKENS || id == DKV_PARAM_MAX_KEEP_TOKENS ||
            id == DKV_PARAM_SCALE || id == DKV_PARAM_STREAM || id == DKV_PARAM_WINDOW ||
-           id == DKV_PARAM_RECENT || id == DKV_PARAM_N_LAYERS;
+           id == DKV_PARAM_RECENT || id == DKV_PARAM_N_LAYERS || id == DKV_PARAM_TRACEPARENT;
 }
 
 static enum dkv_status check_one_budget(const struct dkv_params *params, struct dkv_error *err)

@@ -117,6 +117,7 @@ enum dkv_param_id {
     DKV_PARAM_MIN_KEEP,
     DKV_PARAM_COUNTS_PROTECTED,
     DKV_PARAM_GRANULARITY,
+    DKV_PARAM_TRACEPARENT,
     DKV_PARAM_COUNT,
 };
 
@@ -146,6 +147,7 @@ struct dkv_params {
     int64_t priority; /* 0: default level; 1: highest */
     int64_t timeout;  /* microseconds; 0: the server's */
     char stream[DKV_STREAM_NAME_MAX + 1];
+    char traceparent[DKV_STREAM_NAME_MAX + 1]; /* of W3C Trace Context: for the daemon's log */
     enum dkv_on_overload on_overload;
     enum dkv_reduce reduce; /* over the window's rows */
     double ema_alpha;       /* weight of the newest row */
@@ -184,7 +186,7 @@ struct dkv_value {
 struct dkv_param_info {
     enum dkv_param_id id;
     const char *name;
-    enum dkv_value_kind kind; /* STRING for enumerations and for `stream` */
+    enum dkv_value_kind kind; /* STRING for enumerations, `stream`, `traceparent` */
     const char *range;        /* "1..512", "paper | author | kvpress", ... */
     const char *unit;         /* "tokens", "us", "" */
     const char *help;         /* one sentence */

@@ -154,6 +154,12 @@ const struct dkv_param_row dkv_param_rows[DKV_PARAM_COUNT] = {
          "Whether the budget holds the protected tokens; else they come on top."),
     INT(GRANULARITY, granularity, 1, DKV_PAGE_TOKENS_MAX, "1..65536", "tokens",
         "Keep whole chunks of so many tokens, for paged caches."),
+    [DKV_PARAM_TRACEPARENT] = {{DKV_PARAM_TRACEPARENT, "traceparent", DKV_VALUE_STRING,
+                                "1..64 letters, digits or ._:-", "",
+                                "W3C traceparent of the caller's span, for the daemon's log and "
+                                "spans; a header of that name wins."},
+                               DKV_FIELD_TEXT, offsetof(struct dkv_params, traceparent), NULL, 0, 0,
+                               false},
 };
 /* clang-format on */
 

@@ -26,6 +26,17 @@ static const char *stream_of(const struct dkv_record *record)
     return record->job != NULL ? record->job->request.params.stream : "";
 }
 
+/* What the header said, or the parameter, which is all that the local socket has. */
+static struct dkv_trace trace_of(const struct dkv_record *record)
+{
+    struct dkv_trace trace = {0};
+    if (record->trace != NULL && *record->trace->trace_id != '\0')
+        trace = *record->trace;
+    else if (record->job != NULL)
+        dkv_trace_parse(record->job->request.params.traceparent, &trace);
+    return trace;
+}
+
 static enum dkv_transport transport_of(const struct dkv_record *record)
 {
     return record->job != NULL ? dkv_job_transport(record->job, record->transport)
@@ -58,7 +69,8 @@ static enum dkv_log_level level_of(enum dkv_outcome outcome)
 }
 
 static void write_line(struct dkv_server *server, const struct dkv_record *record,
-                       enum dkv_outcome outcome, const struct dkv_timing *timing)
+                       const struct dkv_trace *trace, enum dkv_outcome outcome,
+                       const struct dkv_timing *timing)
 {
     struct fields fields = {.n = 0};
     const struct dkv_job *job = record->job;
@@ -74,7 +86,7 @@ static void write_line(struct dkv_server *server, const struct dkv_record *recor
     add_text(&fields, "id", record->id);
     if (record->session != 0)
         add_number(&fields, "session", record->session);
-    add_text(&fields, "traceparent", record->trace != NULL ? record->trace->text : NULL);
+    add_text(&fields, "traceparent", trace->text);
     if (job != NULL && job->n_stored_tokens > 0) {
         add_number(&fields, "blocks", job->request.n_blocks);
         add_number(&fields, "tokens", job->n_stored_tokens);
@@ -97,11 +109,11 @@ static void write_line(struct dkv_server *server, const struct dkv_record *recor
 /* ---- traces ---- */
 
 static void write_spans(struct dkv_server *server, const struct dkv_record *record,
-                        enum dkv_outcome outcome)
+                        const struct dkv_trace *trace, enum dkv_outcome outcome)
 {
     const struct dkv_job *job = record->job;
     struct dkv_trace_request request = {
-        .trace = record->trace,
+        .trace = trace,
         .outcome = dkv_outcome_name(outcome),
         .error = outcome != DKV_OUTCOME_OK ? record->error : NULL,
         .transport = dkv_transport_name(transport_of(record)),
@@ -148,6 +160,7 @@ void dkv_record_end(struct dkv_server *server, const struct dkv_record *record)
         dkv_metrics_answer(&server->metrics, record->job, record->transport);
     dkv_metrics_request(&server->metrics, outcome, &timing);
     note_stream(server, record, &timing);
-    write_spans(server, record, outcome);
-    write_line(server, record, outcome, &timing);
+    const struct dkv_trace trace = trace_of(record);
+    write_spans(server, record, &trace, outcome);
+    write_line(server, record, &trace, outcome, &timing);
 }

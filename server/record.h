@@ -21,7 +21,7 @@ struct dkv_record {
     const char *id;                /* the client's own, "" for none */
     const char *client;            /* of its token, "" for none */
     uint64_t session;              /* of the local socket; 0 for none, or if it has ended */
-    const struct dkv_trace *trace; /* NULL for none */
+    const struct dkv_trace *trace; /* of a header; NULL for none */
     uint64_t started_ns;           /* when its header had been read; 0: at once */
     uint64_t output_ns;            /* what encoding the answer took */
 };

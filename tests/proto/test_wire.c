@@ -403,6 +403,7 @@ static void every_parameter_travels_with_its_value(void **state)
         {"min_keep", "3"},
         {"counts_protected", "false"},
         {"granularity", "16"},
+        {"traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"},
     };
     assert_int_equal(sizeof(texts) / sizeof(texts[0]), DKV_PARAM_COUNT);
     struct dkv_params sent, received;
@@ -473,6 +474,7 @@ static void parameter_numbers_never_change(void **state)
         "min_keep",
         "counts_protected",
         "granularity",
+        "traceparent",
     };
     for (unsigned i = 0; i < sizeof(names) / sizeof(names[0]); i++)
         assert_string_equal(dkv_param_info((enum dkv_param_id)i)->name, names[i]);

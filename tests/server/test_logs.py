@@ -311,6 +311,20 @@ class Traces(Folder):
         self.assertEqual(late[0]["status"]["code"], 2)
         self.assertIn("deadline", late[0]["status"]["message"])
 
+    def test_a_request_on_the_socket_says_it_in_a_parameter(self):
+        value = traceparent().split(" ")[1]
+        with SocketDaemon(DROPKVD, "--log-level", "debug", "--trace-file", self.path("spans"), "--trace-every", "0") as daemon, \
+                Client(daemon.path) as client:
+            data = infer_body(tokens=16)[1]
+            views = [wire.view(0, 0, 32, 8 * 32), wire.view(0, 512, 32, 512), wire.view(0, 1024, 32, 512)]
+            params = wire.real(wire.KEEP_RATIO, 0.25) + wire.text(wire.TRACEPARENT, value)
+            client.ask(wire.SCORE_BLOCKS, wire.score_blocks([wire.block(views, tokens=16)], params), data).keep()
+            daemon.wait_for_log("answered request 1.*traceparent " + value)
+            other = value.replace(PARENT, "1" * 16)
+            daemon.ask(named("chat", ["traceparent: " + other], traceparent=value))  # the header wins
+            daemon.ask(named("chat", traceparent="no-trace"))
+        self.assertEqual([spans[0]["parentSpanId"] for spans in self.spans()], [PARENT, "1" * 16])
+
     def test_one_of_so_many_untraced_requests_is_written(self):
         with Daemon(DROPKVD, "--trace-file", self.path("spans"), "--trace-every", "3") as daemon:
             for _ in range(7):
