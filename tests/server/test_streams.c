@@ -72,6 +72,20 @@ static void a_strip_says_how_much_of_each_part_was_kept(void **unused)
     assert_int_equal(stream->strip[1], 64);  /* 1 of 4 */
     assert_int_equal(stream->strip[2], 0);
     assert_int_equal(stream->strip[63], 64);
+    int32_t offsets[] = {0, 1, 4}; /* heads that keep different numbers */
+    job.offsets = offsets;
+    keep[1] = 0;
+    dkv_stream_answered(&streams, stream, &job, DKV_TRANSPORT_HTTP, 0, 0);
+    assert_true(stream->has_strip);
+    assert_int_equal(stream->strip[0], 128); /* one each of 2 */
+    assert_int_equal(stream->strip[1], 64);
+    assert_int_equal(stream->strip[63], 64);
+    offsets[2] = 5; /* past the answer's end */
+    dkv_stream_answered(&streams, stream, &job, DKV_TRANSPORT_HTTP, 0, 0);
+    assert_false(stream->has_strip);
+    job.offsets = NULL;
+    keep[1] = 1;
+    dkv_stream_answered(&streams, stream, &job, DKV_TRANSPORT_HTTP, 0, 0);
     dkv_streams_set_strips(&streams, false);
     assert_false(stream->has_strip);
     assert_int_equal(stream->strip[0], 0);
