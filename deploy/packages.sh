@@ -7,7 +7,7 @@
 set -eu
 
 build_packages="gcc libc6-dev meson ninja-build pkg-config libmicrohttpd-dev libuv1-dev
-    libjansson-dev libcurl4-openssl-dev libpopt-dev"
+    libjansson-dev libcurl4-openssl-dev libpopt-dev libcairo2-dev"
 test_packages="g++ clang libclang-rt-14-dev clang-format libcmocka-dev python3 python3-venv mandoc jq curl haproxy"
 
 # Tests that skip without them: a browser for the status page, promtool for the metrics. Installing

@@ -15,6 +15,7 @@ static const struct {
     const char *help;
 } commands[] = {
     {"score", dkv_cmd_score, "say which tokens of dumped Q/K/V blocks to keep"},
+    {"compare", dkv_cmd_compare, "say what each policy's choice does to the outputs of a dump"},
     {"bench", dkv_cmd_bench, "drive an endpoint with synthetic blocks and time it"},
     {"info", dkv_cmd_info, "describe an endpoint: version, backend, device"},
     {"health", dkv_cmd_health, "exit 0 if an endpoint is ready for requests"},
@@ -68,6 +69,6 @@ int main(int argc, const char **argv)
     for (size_t i = 0; i < N_COMMANDS; i++)
         if (strcmp(argv[1], commands[i].name) == 0)
             return run_command(i, argc - 1, argv + 1);
-    dkv_complain("'%s' is not one of score, bench, info, health", argv[1]);
+    dkv_complain("'%s' is not one of score, compare, bench, info, health", argv[1]);
     return EX_USAGE;
 }

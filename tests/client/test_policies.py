@@ -72,6 +72,48 @@ class Policies(unittest.TestCase):
         blocks = self.everywhere("--layers", "fixed", "--per-layer", "100,90,80,70,60,50")
         self.assertEqual([len(block["keep_indices"][0][1]) for block in blocks], [100, 90, 80, 70, 60, 50])
 
+    def compare(self, *options):
+        return subprocess.run([CLIENT, "compare", "--endpoint", "embedded:", DUMP, *options],
+                              capture_output=True, text=True, check=False)
+
+    def test_compare_finds_the_errors_that_are_known(self):
+        """Measured once by another program, on this dump at window 8 without pooling."""
+        done = self.compare("--policies", "dropkv,snapkv,random", "--keep-ratio", "0.05,0.1", "--window", "8",
+                            "--recent", "8", "--pool", "none", "--format", "json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        found = {(r["policy"], r["keep_ratio"]): r for r in json.loads(done.stdout)["results"]}
+        for (policy, ratio), known in {("dropkv", 0.05): 0.752, ("dropkv", 0.1): 0.364,
+                                       ("snapkv", 0.05): 0.766, ("snapkv", 0.1): 0.356}.items():
+            self.assertAlmostEqual(found[policy, ratio]["squared_error"], known, delta=0.01 * known)
+        self.assertTrue(20 < found["random", 0.05]["squared_error"] < 40)
+        self.assertGreater(found["dropkv", 0.05]["overlap"]["snapkv"], 0.7)
+        self.assertLess(found["random", 0.05]["overlap"]["snapkv"], 0.5)
+
+    def test_compare_keeps_all_without_an_error(self):
+        done = self.compare("--policies", "all", "--keep-ratio", "1", "--format", "json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        results = json.loads(done.stdout)["results"]
+        self.assertEqual([r["policy"] for r in results], POLICIES[:-1])
+        for result in results:
+            self.assertLess(result["relative_error"], 1e-12)
+
+    def test_compare_draws(self):
+        for name, magic in (("p.svg", b"<?xml"), ("p.png", b"\x89PNG")):
+            path = os.path.join(self.folder.name, name)
+            done = self.compare("--policies", "dropkv,andpro", "--plot", path)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            with open(path, "rb") as file:
+                self.assertTrue(file.read().startswith(magic))
+        self.assertNotEqual(self.compare("--plot", os.path.join(self.folder.name, "p.gif")).returncode, 0)
+        self.assertNotEqual(self.compare("--plot", "/nonexistent/p.svg").returncode, 0)
+
+    def test_compare_says_what_it_does_not_take(self):
+        for options, word in ((("--policies", "dropkv,nosuch"), "nosuch"), (("--policies", "external"), "external"),
+                              (("--policy", "snapkv"), "policies"), (("--keep-ratio", "0.1,x"), "keep-ratio")):
+            done = self.compare(*options)
+            self.assertEqual(done.returncode, 64, options)
+            self.assertIn(word, done.stderr)
+
     def ask(self, model, head, data):
         text = json.dumps(head).encode()
         return self.daemon.ask(request("POST", "/v2/models/%s/infer" % model,

@@ -1,0 +1,397 @@
+/* dropkv-client compare: what each policy's choice does to the outputs of dumped blocks.
+ *
+ * Every policy is asked for what it keeps at every budget, through the same endpoint as any other
+ * request, and the outputs without the rest are computed here in float64 (compare_error.c).
+ */
+#include "client/cli/compare.h"
+
+#include "client/call.h"
+#include "client/cli/commands.h"
+#include "client/cli/guard.h"
+#include "client/cli/options.h"
+#include "client/transport.h"
+#include "proto/params.h"
+
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sysexits.h>
+
+#define DEFAULT_POLICIES "dropkv,snapkv,keydiff,streaming,random"
+#define DEFAULT_RATIOS   "0.05,0.1"
+#define DEFAULT_ROWS     8
+
+struct command {
+    char *endpoint;
+    char *policies_text;
+    char *ratios_text;
+    char *rows_text;
+    char *format;
+    char *plot;
+    int per_layer;
+    struct dkv_param_options params;
+    struct dkv_tensor_file *files;
+    size_t n_files;
+    struct dkv_block_list blocks;
+    struct dropkv_client *client;
+    struct dkv_comparison_table table;
+};
+
+/* ---- the command line ---- */
+
+static int take_policy(struct command *c, const char *name)
+{
+    struct dkv_params params;
+    struct dkv_error error;
+    dkv_params_init(&params);
+    if (dkv_params_set_text(&params, "policy", name, &error) != DKV_OK) {
+        dkv_complain("--policies: %s", error.text);
+        return EX_USAGE;
+    }
+    if (params.policy == DKV_POLICY_EXTERNAL) {
+        dkv_complain("--policies: external needs scores of its own, which a dump does not hold");
+        return EX_USAGE;
+    }
+    const char *known = dkv_policy_name(params.policy);
+    for (size_t i = 0; i < c->table.n_policies; i++)
+        if (c->table.policies[i] == known)
+            return EX_OK;
+    c->table.policies[c->table.n_policies++] = known;
+    return EX_OK;
+}
+
+static int read_policies(struct command *c)
+{
+    char *text = strdup(c->policies_text != NULL ? c->policies_text : DEFAULT_POLICIES);
+    int code = EX_OK;
+    if (text == NULL)
+        return dkv_fail_memory();
+    if (strcmp(text, "all") == 0) {
+        for (unsigned i = 0; code == EX_OK && i < DKV_POLICY_EXTERNAL; i++)
+            code = take_policy(c, dkv_policy_name((enum dkv_policy)i));
+    } else {
+        char *rest = text;
+        for (char *name; code == EX_OK && (name = strsep(&rest, ",")) != NULL;)
+            code = take_policy(c, name);
+    }
+    free(text);
+    return code;
+}
+
+static int read_ratios(struct command *c)
+{
+    char *text = strdup(c->ratios_text != NULL ? c->ratios_text : DEFAULT_RATIOS), *rest = text;
+    int code = EX_OK;
+    if (text == NULL)
+        return dkv_fail_memory();
+    for (char *one; code == EX_OK && (one = strsep(&rest, ",")) != NULL;) {
+        if (c->table.n_ratios == DKV_COMPARE_RATIOS_MAX) {
+            dkv_complain("--keep-ratio: more than %u", DKV_COMPARE_RATIOS_MAX);
+            code = EX_USAGE;
+        } else if (!dkv_option_real("keep-ratio", one, 0, 1,
+                                    &c->table.ratios[c->table.n_ratios++])) {
+            code = EX_USAGE;
+        }
+    }
+    free(text);
+    return code;
+}
+
+static int take_option(struct command *c, int val, char *argument)
+{
+    const int param = val - DKV_OPTION_PARAM;
+    if (param == DKV_PARAM_KEEP_RATIO) {
+        free(c->ratios_text);
+        c->ratios_text = argument;
+        return EX_OK;
+    }
+    if (param == DKV_PARAM_POLICY || param == DKV_PARAM_COMPRESSION_RATIO ||
+        param == DKV_PARAM_KEEP_TOKENS || param == DKV_PARAM_LAYERS) {
+        dkv_complain("--%s: compare takes --policies and --keep-ratio",
+                     dkv_param_info((enum dkv_param_id)param)->name);
+        free(argument);
+        return EX_USAGE;
+    }
+    return dkv_option_param(&c->params, val, argument) ? EX_OK : EX_USAGE;
+}
+
+static int read_command_line(struct command *c, poptContext context)
+{
+    int64_t rows = DEFAULT_ROWS;
+    int val, code = EX_OK;
+    while (code == EX_OK && (val = poptGetNextOpt(context)) >= 0)
+        if (val >= DKV_OPTION_PARAM)
+            code = take_option(c, val, poptGetOptArg(context));
+    if (code == EX_OK && val < -1)
+        code = dkv_fail_usage(context, val);
+    if (code == EX_OK)
+        code = read_policies(c);
+    if (code == EX_OK)
+        code = read_ratios(c);
+    if (code == EX_OK && c->rows_text != NULL &&
+        !dkv_option_int("rows", c->rows_text, 1, DKV_WINDOW_MAX, &rows))
+        code = EX_USAGE;
+    if (code == EX_OK && c->format != NULL && strcmp(c->format, "table") != 0 &&
+        strcmp(c->format, "json") != 0) {
+        dkv_complain("--format: '%s' is not one of table, json", c->format);
+        code = EX_USAGE;
+    }
+    c->table.rows = (uint32_t)rows;
+    return code;
+}
+
+static int open_dumps(struct command *c, const char **paths)
+{
+    const struct dkv_block_patterns patterns = {0};
+    struct dkv_error error;
+    size_t n = 0;
+    while (paths != NULL && paths[n] != NULL)
+        n++;
+    if (n == 0) {
+        dkv_complain("no dump was named; see dropkv-client compare --help");
+        return EX_USAGE;
+    }
+    c->files = calloc(n, sizeof(c->files[0]));
+    if (c->files == NULL)
+        return dkv_fail_memory();
+    for (size_t i = 0; i < n; i++) {
+        if (dkv_tensor_file_open(paths[i], &c->files[i], &error) != DKV_OK) {
+            const int code = dkv_fail(paths[i], &error);
+            return error.status == DKV_E_NOT_FOUND ? EX_NOINPUT : code;
+        }
+        dkv_guard_add(&c->files[i]);
+        c->n_files++;
+    }
+    if (dkv_blocks_find(c->files, c->n_files, &patterns, &c->blocks, &error) != DKV_OK)
+        return dkv_fail(n == 1 ? paths[0] : NULL, &error);
+    return EX_OK;
+}
+
+/* ---- comparing ---- */
+
+const int32_t *dkv_compare_kept(const struct dropkv_result *result, uint64_t head,
+                                uint64_t *count_out)
+{
+    *count_out = result->keep_tokens;
+    if (result->keep_offsets == NULL)
+        return result->keep_indices + head * result->keep_tokens;
+    *count_out = (uint64_t)(result->keep_offsets[head + 1] - result->keep_offsets[head]);
+    return result->keep_indices + result->keep_offsets[head];
+}
+
+static uint64_t count_common(const int32_t *a, uint64_t n_a, const int32_t *b, uint64_t n_b)
+{
+    uint64_t i = 0, j = 0, common = 0;
+    while (i < n_a && j < n_b) {
+        common += a[i] == b[j];
+        const int32_t low = a[i] < b[j] ? a[i] : b[j];
+        i += a[i] == low;
+        j += b[j] == low;
+    }
+    return common;
+}
+
+double dkv_compare_overlap(const struct dkv_comparison_table *table, size_t a, size_t b,
+                           size_t ratio)
+{
+    uint64_t common = 0, total = 0;
+    for (size_t i = 0; i < table->blocks->n_blocks; i++) {
+        const struct dropkv_result *one = dkv_compared_at(table, a, ratio)->results[i];
+        const struct dropkv_result *other = dkv_compared_at(table, b, ratio)->results[i];
+        for (uint64_t h = 0; h < (uint64_t)one->batch * one->kv_heads; h++) {
+            uint64_t n_one, n_other;
+            const int32_t *kept = dkv_compare_kept(one, h, &n_one);
+            const int32_t *others = dkv_compare_kept(other, h, &n_other);
+            common += count_common(kept, n_one, others, n_other);
+            total += n_one;
+        }
+    }
+    return (double)common / (double)total;
+}
+
+static int ask(struct command *c, const struct dkv_named_block *block, const char *policy,
+               double ratio, size_t layer, struct dropkv_result **result_out)
+{
+    struct dropkv_param params[DKV_PARAM_COUNT + 3];
+    struct dropkv_request request = DROPKV_REQUEST_INIT;
+    struct dkv_error error;
+    size_t n = c->params.n_params;
+    bool names_layer = false;
+    for (size_t i = 0; i < n; i++) {
+        params[i] = c->params.params[i];
+        names_layer = names_layer || strcmp(params[i].name, "layer") == 0;
+    }
+    params[n++] = dropkv_text("policy", policy);
+    params[n++] = dropkv_real("keep_ratio", ratio);
+    if (!names_layer) /* so that random orders differ */
+        params[n++] = dropkv_int("layer", (int64_t)layer);
+    request.params = params;
+    request.n_params = n;
+    if (dkv_block_request(block, &request, &error) != DKV_OK ||
+        dropkv_score(c->client, &request, result_out, (struct dropkv_error *)&error) != DROPKV_OK) {
+        char subject[128];
+        snprintf(subject, sizeof(subject), "%.80s, %s", block->name, policy);
+        return dkv_fail(subject, &error);
+    }
+    return EX_OK;
+}
+
+static int measure(const struct dkv_call *call, struct dkv_outputs *const *outputs,
+                   const struct dropkv_result *result, struct dkv_compared *cell, size_t layer)
+{
+    struct dkv_error error;
+    for (uint32_t b = 0; b < result->batch; b++)
+        for (uint32_t h = 0; h < result->kv_heads; h++) {
+            uint64_t count;
+            const int32_t *kept = dkv_compare_kept(result, (uint64_t)b * result->kv_heads + h,
+                                                   &count);
+            if (dkv_outputs_error(outputs[b], h, kept, count, &cell->layers[layer], &error) !=
+                DKV_OK)
+                return dkv_fail(NULL, &error);
+            cell->n_kept += count;
+        }
+    (void)call;
+    cell->all.squared += cell->layers[layer].squared;
+    cell->all.relative += cell->layers[layer].relative;
+    cell->all.n += cell->layers[layer].n;
+    return EX_OK;
+}
+
+static int compare_all(struct command *c, size_t layer, const struct dkv_call *call,
+                       struct dkv_outputs *const *outputs)
+{
+    struct dkv_comparison_table *table = &c->table;
+    int code = EX_OK;
+    for (size_t p = 0; code == EX_OK && p < table->n_policies; p++)
+        for (size_t r = 0; code == EX_OK && r < table->n_ratios; r++) {
+            struct dkv_compared *cell = &table->cells[p * table->n_ratios + r];
+            code = ask(c, &c->blocks.blocks[layer], table->policies[p], table->ratios[r], layer,
+                       &cell->results[layer]);
+            if (code == EX_OK)
+                code = measure(call, outputs, cell->results[layer], cell, layer);
+        }
+    return code;
+}
+
+/* The block's outputs, computed once for all policies. */
+static int compare_block(struct command *c, size_t layer)
+{
+    const struct dkv_named_block *block = &c->blocks.blocks[layer];
+    const struct dropkv_param rows[] = {dropkv_int("window", c->table.rows)};
+    struct dropkv_request request = DROPKV_REQUEST_INIT;
+    struct dkv_call call = {0};
+    struct dkv_error error;
+    int code = EX_OK;
+    request.params = rows;
+    request.n_params = 1;
+    if (dkv_block_request(block, &request, &error) != DKV_OK ||
+        dkv_call_init(&call, &request, &error) != DKV_OK) {
+        code = dkv_fail(block->name, &error);
+        dkv_call_fini(&call);
+        return code;
+    }
+    struct dkv_outputs **outputs = calloc(call.request.n_blocks, sizeof(*outputs));
+    if (outputs == NULL)
+        code = dkv_fail_memory();
+    for (uint32_t b = 0; code == EX_OK && b < call.request.n_blocks; b++)
+        if (dkv_outputs_new(&call.blocks[b], &call.plans[b], &outputs[b], &error) != DKV_OK)
+            code = dkv_fail(block->name, &error);
+    if (code == EX_OK)
+        code = compare_all(c, layer, &call, outputs);
+    for (uint32_t b = 0; outputs != NULL && b < call.request.n_blocks; b++)
+        dkv_outputs_free(outputs[b]);
+    free(outputs);
+    dkv_call_fini(&call);
+    return code;
+}
+
+static bool make_cells(struct command *c)
+{
+    const size_t n = c->table.n_policies * c->table.n_ratios;
+    bool ok = (c->table.cells = calloc(n, sizeof(*c->table.cells))) != NULL;
+    for (size_t i = 0; ok && i < n; i++) {
+        struct dkv_compared *cell = &c->table.cells[i];
+        cell->layers = calloc(c->blocks.n_blocks, sizeof(*cell->layers));
+        cell->results = calloc(c->blocks.n_blocks, sizeof(struct dropkv_result *));
+        ok = cell->layers != NULL && cell->results != NULL;
+    }
+    return ok;
+}
+
+static int run(struct command *c, const char **paths)
+{
+    struct dkv_error error;
+    int code = open_dumps(c, paths);
+    if (code == EX_OK && !make_cells(c))
+        code = dkv_fail_memory();
+    if (code != EX_OK)
+        return code;
+    c->table.blocks = &c->blocks;
+    if (dkv_open_endpoint(c->endpoint, NULL, &c->client, &c->table.endpoint, &error) != DKV_OK)
+        return dkv_fail(c->endpoint, &error);
+    const int64_t start_ns = dkv_now_ns();
+    for (size_t layer = 0; code == EX_OK && layer < c->blocks.n_blocks; layer++)
+        code = compare_block(c, layer);
+    if (code != EX_OK)
+        return code;
+    c->table.elapsed_s = (double)(dkv_now_ns() - start_ns) / 1e9;
+    if (c->plot != NULL && dkv_compare_plot(&c->table, c->plot, &error) != DKV_OK)
+        return dkv_fail(c->plot, &error);
+    if (c->format == NULL || strcmp(c->format, "table") == 0)
+        dkv_compare_print(&c->table, c->per_layer != 0, stdout);
+    else if (dkv_compare_json(&c->table, stdout, &error) != DKV_OK)
+        return dkv_fail(NULL, &error);
+    return fflush(stdout) == 0 ? EX_OK : EX_IOERR;
+}
+
+static void command_fini(struct command *c)
+{
+    for (size_t i = 0; c->table.cells != NULL && i < c->table.n_policies * c->table.n_ratios; i++) {
+        struct dkv_compared *cell = &c->table.cells[i];
+        for (size_t l = 0; cell->results != NULL && l < c->blocks.n_blocks; l++)
+            dropkv_result_free(cell->results[l]);
+        free(cell->results);
+        free(cell->layers);
+    }
+    free(c->table.cells);
+    dropkv_client_close(c->client);
+    dkv_block_list_fini(&c->blocks);
+    for (size_t i = 0; i < c->n_files; i++) {
+        dkv_guard_remove(&c->files[i]);
+        dkv_tensor_file_close(&c->files[i]);
+    }
+    free(c->files);
+    dkv_param_options_fini(&c->params);
+    free(c->endpoint);
+    free(c->policies_text);
+    free(c->ratios_text);
+    free(c->rows_text);
+    free(c->format);
+    free(c->plot);
+}
+
+int dkv_cmd_compare(int argc, const char **argv)
+{
+    struct command c = {0};
+    // clang-format off
+    struct poptOption options[] = {
+        {"endpoint", 'e', POPT_ARG_STRING, &c.endpoint, 0, "unix:///PATH, http://HOST:PORT or embedded:", "URL"},
+        {"policies", 'p', POPT_ARG_STRING, &c.policies_text, 0, "Policies with commas between, or all [" DEFAULT_POLICIES "]", "LIST"},
+        {"rows", 0, POPT_ARG_STRING, &c.rows_text, 0, "Last query rows whose outputs are compared [8]", "N"},
+        {"format", 'f', POPT_ARG_STRING, &c.format, 0, "table or json", "FORMAT"},
+        {"per-layer", 0, POPT_ARG_NONE, &c.per_layer, 0, "Table: one row for each layer", NULL},
+        {"plot", 0, POPT_ARG_STRING, &c.plot, 0, "Also draw error against budget and what is kept, into FILE.svg or FILE.png", "FILE"},
+        {NULL, 0, POPT_ARG_INCLUDE_TABLE, dkv_param_option_table(), 0, "Scoring parameters, for all policies (--keep-ratio takes a list):", NULL},
+        POPT_AUTOHELP
+        POPT_TABLEEND,
+    };
+    // clang-format on
+    poptContext context = poptGetContext(NULL, argc, argv, options, 0);
+    poptSetOtherOptionHelp(context, "[OPTION...] DUMP.safetensors...");
+    int code = read_command_line(&c, context);
+    if (code == EX_OK)
+        code = run(&c, poptGetArgs(context));
+    command_fini(&c);
+    poptFreeContext(context);
+    return code;
+}
