@@ -63,10 +63,11 @@ static inline void relax(void)
 #endif
 }
 
-/* Does the loop that `next` names have a task left? */
+/* Does the loop that `next` names have a task left? Acquire: whoever sees this loop's tasks sees
+ * its function and context too. */
 static bool has_task(struct dkv_threads *crew, uint64_t next)
 {
-    return (uint32_t)next < atomic_load_explicit(&crew->n_tasks, memory_order_relaxed);
+    return (uint32_t)next < atomic_load_explicit(&crew->n_tasks, memory_order_acquire);
 }
 
 static void end_task(struct dkv_threads *crew)
