@@ -1,7 +1,10 @@
 #!/bin/sh
 # Installs the Debian or Ubuntu packages that the project needs, where they are missing.
 #
-# usage: packages.sh build|test|deb|extra...
+# usage: packages.sh build|test|deb|extra|cross...
+#
+#   cross   compiler, libraries and emulator for 64-bit Arm; on Debian amd64 alone, which gets arm64 as
+#           a second architecture
 #
 # Nothing is touched when everything is there, so it works without network and without root then.
 set -eu
@@ -16,6 +19,10 @@ extra_packages="chromium prometheus"
 
 deb_packages="debhelper dpkg-dev lintian debootstrap systemd-container buildah"
 
+cross_packages="gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user-static libmicrohttpd-dev:arm64
+    libuv1-dev:arm64 libjansson-dev:arm64 libcurl4-openssl-dev:arm64 libpopt-dev:arm64
+    libcmocka-dev:arm64"
+
 wanted=
 for group in "$@"; do
     case $group in
@@ -23,7 +30,8 @@ for group in "$@"; do
     test) wanted="$wanted $test_packages" ;;
     deb) wanted="$wanted $deb_packages" ;;
     extra) wanted="$wanted $extra_packages" ;;
-    *) echo "packages.sh: unknown group '$group': build, test, deb or extra" >&2; exit 64 ;;
+    cross) wanted="$wanted $cross_packages" ;;
+    *) echo "packages.sh: unknown group '$group': build, test, deb, extra or cross" >&2; exit 64 ;;
     esac
 done
 
@@ -53,6 +61,15 @@ fi
 
 echo "installing:$missing"
 export DEBIAN_FRONTEND=noninteractive
+case $missing in *:arm64*)
+    # Ubuntu keeps arm64 on other servers, which its sources would have to name.
+    . /etc/os-release
+    [ "$ID" = debian ] && [ "$(dpkg --print-architecture)" = amd64 ] || {
+        echo "packages.sh: cross needs Debian on amd64" >&2
+        exit 69
+    }
+    $as_root dpkg --add-architecture arm64 ;;
+esac
 $as_root apt-get update -qq
 # The sanitizers' runtime bears the version of the distribution's clang.
 case $missing in *libclang-rt-14-dev*)

@@ -147,8 +147,9 @@ struct dkv_engine_ops {
 extern const struct dkv_engine_ops dkv_engine_cpu;
 
 /* Which instruction sets CPU engines opened from now on may use, instead of the environment's
- * DKV_CPU_MASK: bit 0 AVX2 with FMA and F16C, bit 1 AVX-512, bit 2 AVX512-BF16; 0: portable code
- * only; bit 30 also what the processor has but slowly. Bits of what it lacks do nothing. */
+ * DKV_CPU_MASK: bit 0 AVX2 with FMA and F16C, bit 1 AVX-512, bit 2 AVX512-BF16, bit 3 NEON; 0:
+ * portable code only; bit 30 also what the processor has but slowly. Bits of what it lacks do
+ * nothing. */
 void dkv_engine_cpu_mask(uint32_t mask);
 
 /* submit() and wait() in one. */

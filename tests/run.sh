@@ -7,6 +7,7 @@
 #              architectures: the full list is for releases and takes minutes more)
 #   clang      the same tree with clang, warnings are errors (compiled, not run again)
 #   sanitize   ASan, UBSan and LSan, without the CUDA engine
+#   aarch64    cross-built, part of the tests under qemu (tests/aarch64.sh)
 #
 # --quick stops after release. Exit 0: everything that ran has passed; what was skipped is listed.
 set -eu
@@ -83,6 +84,14 @@ if ! $quick; then
     DKV_SANITIZED=1
     export ASAN_OPTIONS UBSAN_OPTIONS DKV_SANITIZED
     run_suite build-asan sanitize
+
+    echo "== aarch64: build, and tests under emulation"
+    (unset ASAN_OPTIONS UBSAN_OPTIONS DKV_SANITIZED; sh tests/aarch64.sh build-aarch64) && rc=0 || rc=$?
+    case $rc in
+    0) passed=$((passed + 1)) ;;
+    77) skipped=$((skipped + 1)) ;;
+    *) failed=$((failed + 1)) ;;
+    esac
 fi
 
 echo "took $(($(date +%s) - started)) s in $root" >&2

@@ -1,4 +1,5 @@
-/* CPUID through the compiler's builtins, which also check that the system saves the wide registers.
+/* x86: CPUID through the compiler's builtins, which also check that the system saves the wide
+ * registers. Arm: what the kernel passes to each program.
  *
  * AVX512-BF16 is a special case: vdpbf16ps retires one per cycle or better on AMD's Zen 4 and
  * later, twice the multiply-adds of a float32 FMA, but only one in two cycles on Intel's server
@@ -9,6 +10,7 @@
 
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -77,6 +79,59 @@ unsigned dkv_cpu_fpu_enter(void)
 void dkv_cpu_fpu_leave(unsigned saved)
 {
     _mm_setcsr(saved);
+}
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+
+uint32_t dkv_cpu_capable(void)
+{
+    return getauxval(AT_HWCAP) & 1u << 1 /* HWCAP_ASIMD */ ? DKV_CPU_NEON : 0;
+}
+
+static uint32_t slow_flags(void)
+{
+    return 0;
+}
+
+/* Arm's own cores that servers beside NVIDIA GPUs are built of, by the part number of MIDR_EL1. */
+static const struct {
+    uint16_t part;
+    const char *name;
+} arm_cores[] = {
+    {0xd0c, "Neoverse N1"}, {0xd40, "Neoverse V1"}, {0xd49, "Neoverse N2"},
+    {0xd4f, "Neoverse V2"}, {0xd84, "Neoverse V3"}, {0xd8e, "Neoverse N3"},
+};
+
+void dkv_cpu_model(char *name_out, size_t name_bytes)
+{
+    uint64_t id = 0;
+    if (getauxval(AT_HWCAP) & 1u << 11) /* HWCAP_CPUID: the kernel lets us read it */
+        __asm__("mrs %0, midr_el1" : "=r"(id));
+    const unsigned implementer = id >> 24 & 0xff, part = id >> 4 & 0xfff;
+    const char *name = NULL;
+    for (size_t i = 0; i < sizeof(arm_cores) / sizeof(arm_cores[0]); i++) {
+        if (implementer == 0x41 && part == arm_cores[i].part)
+            name = arm_cores[i].name;
+    }
+    if (name != NULL)
+        snprintf(name_out, name_bytes, "Arm %s", name);
+    else if (id != 0)
+        snprintf(name_out, name_bytes, "Arm CPU %02x:%03x", implementer, part);
+    else
+        snprintf(name_out, name_bytes, "CPU");
+}
+
+unsigned dkv_cpu_fpu_enter(void)
+{
+    uint64_t saved;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
+    __asm__ volatile("msr fpcr, %0" ::"r"((uint64_t)0));
+    return (unsigned)saved;
+}
+
+void dkv_cpu_fpu_leave(unsigned saved)
+{
+    __asm__ volatile("msr fpcr, %0" ::"r"((uint64_t)saved));
 }
 #else
 uint32_t dkv_cpu_capable(void)

@@ -6,7 +6,7 @@
 #include "kernels/cpu/cpu.h"
 
 extern const struct dkv_cpu_ops dkv_cpu_ops_avx512bf16, dkv_cpu_ops_avx512, dkv_cpu_ops_avx2,
-    dkv_cpu_ops_scalar;
+    dkv_cpu_ops_neon, dkv_cpu_ops_scalar;
 
 const struct dkv_cpu_ops *const dkv_cpu_ops_table[] = {
 #ifdef DKV_HAVE_AVX512BF16
@@ -17,6 +17,9 @@ const struct dkv_cpu_ops *const dkv_cpu_ops_table[] = {
 #endif
 #ifdef DKV_HAVE_AVX2
     &dkv_cpu_ops_avx2,
+#endif
+#ifdef DKV_HAVE_NEON
+    &dkv_cpu_ops_neon,
 #endif
     &dkv_cpu_ops_scalar,     NULL,
 };

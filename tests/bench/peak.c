@@ -1,5 +1,6 @@
-/* Twelve independent accumulators hide the latency of any FMA unit built so far (4 cycles on two
- * ports). The loops are inline assembly: compilers spill, reorder or fold such a loop at will. */
+/* Twelve independent accumulators hide the latency of any x86 FMA unit built so far (4 cycles on
+ * two ports). The loops are inline assembly: compilers spill, reorder or fold such a loop at will.
+ */
 #include "tests/bench/peak.h"
 
 #include <pthread.h>
@@ -52,6 +53,21 @@ static void loops_dot512(void)
         __asm__ volatile(EACH(DOT512)::: CLOBBER);
     __asm__ volatile("vzeroupper" ::: CLOBBER);
 }
+#elif defined(__aarch64__)
+#define FMLA(i) "fmla v" #i ".4s, v30.4s, v31.4s\n"
+/* Four cycles on up to four pipes: sixteen accumulators. */
+#define EACH(X) \
+    X(0) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(16) X(17) X(18) X(19) X(20) X(21) X(22) X(23)
+#define CLOBBER                                                                               \
+    "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v16", "v17", "v18", "v19", "v20", "v21", \
+        "v22", "v23", "v30", "v31", "memory"
+
+static void loops_neon(void)
+{
+    __asm__ volatile("movi v30.4s, #0\nmovi v31.4s, #0" ::: CLOBBER);
+    for (int i = 0; i < LOOPS; i++)
+        __asm__ volatile(EACH(FMLA)::: CLOBBER);
+}
 #endif
 
 struct probe {
@@ -103,10 +119,12 @@ struct dkv_peak dkv_peak_fma_f32(unsigned threads, double seconds)
         return run(loops_fma512, 12 * 32, threads, seconds);
     if (__builtin_cpu_supports("fma"))
         return run(loops_fma256, 12 * 16, threads, seconds);
-#endif
-    (void)threads;
-    (void)seconds;
     return (struct dkv_peak){0};
+#elif defined(__aarch64__)
+    return run(loops_neon, 16 * 8, threads, seconds);
+#else
+    return run(NULL, 0, 0, seconds);
+#endif
 }
 
 struct dkv_peak dkv_peak_dot_bf16(unsigned threads, double seconds)
