@@ -1,0 +1,167 @@
+/* What a thread of passes A and B needs in both: where it stands, how tiles and logits lie in
+ * shared memory, and what makes logits of dot products.
+ *
+ * Tiles lie as wgmma's 128-byte permuted layout wants them, for both operand orders at once: eight
+ * keys are DIM / 64 blocks of 1024 bytes; a block is eight rows of 128 bytes (64 dimensions of one
+ * key each), whose 16-byte columns are permuted by the row's number. Pass B's row operands lie the
+ * same way.
+ */
+#ifndef DKV_KERNELS_CUDA_FAST_PLACE_CUH
+#define DKV_KERNELS_CUDA_FAST_PLACE_CUH
+
+#include "kernels/cuda/next/fast_shape.cuh"
+
+namespace dkv_fast
+{
+
+template <class S> __device__ __forceinline__ uint32_t element_offset(int key, int column)
+{
+    return key / 8 * S::EIGHT_BYTES + column / 8 * 1024 + key % 8 * 128 +
+           ((column % 8 ^ key % 8) << 4);
+}
+
+/* A tile as operand with dimensions as depth; `+ keys_step(k)`: dimensions 16 k and up. */
+template <class S> __device__ __forceinline__ uint64_t keys_operand(uint32_t tile)
+{
+    return matrix_descriptor(tile, 16, S::EIGHT_BYTES);
+}
+__device__ __forceinline__ constexpr int keys_step(int k)
+{
+    return (k / 4 * 1024 + k % 4 * 32) >> 4;
+}
+
+/* And with dimensions as columns; `+ values_step(s)`: keys 16 s and up as depth. */
+template <class S> __device__ __forceinline__ uint64_t values_operand(uint32_t tile)
+{
+    return matrix_descriptor(tile, 1024, S::EIGHT_BYTES);
+}
+template <class S> __device__ __forceinline__ constexpr int values_step(int s)
+{
+    return (2 * s * S::EIGHT_BYTES) >> 4;
+}
+
+/* A thread's place in its group of four warps. */
+template <class S> struct place {
+    int thread; /* 0..127 */
+    int warp;
+    int lane;
+    int g;
+    int t;
+
+    __device__ __forceinline__ explicit place(int index)
+        : thread(index), warp(index >> 5), lane(index & 31), g((index & 31) >> 2), t(index & 3)
+    {
+    }
+    /* The thread's row i of the row group. */
+    __device__ __forceinline__ int row(int i) const
+    {
+        return warp * 8 * S::R + 8 * i + g;
+    }
+};
+
+/* Where the logits of a row begin in a slot, and what its keys are permuted with: float32
+ * [ROWS][TILE], permuted so that neither pass A's order (eight rows by four pairs of keys at a
+ * time) nor pass B's (four rows by eight keys) meets a bank twice. */
+__device__ __forceinline__ uint32_t slot_row(int row)
+{
+    return row * TILE * 4;
+}
+__device__ __forceinline__ int slot_permutation(int row)
+{
+    return ((row >> 1 & 3) ^ (row & 1) << 1) * 8;
+}
+
+/* The last key that a row of the unit sees; rows past the end see all. */
+__device__ __forceinline__ int last_key_of(const job &work, uint32_t row)
+{
+    const dkv_cu_block &block = work.block;
+    return static_cast<int>(row < block.group * block.window
+                                ? block.n_valid - block.window + row % block.window
+                                : block.n_valid);
+}
+
+/* Logits of one unit: how a dot product becomes octaves. */
+struct logit_rule {
+    float to_octaves; /* scale * log2(e) */
+    float cap;        /* soft cap in octaves; 0: none */
+    float inner;      /* 2 log2(e) scale / soft cap */
+    int open_keys;    /* keys below this are visible to every row */
+
+    __device__ __forceinline__ explicit logit_rule(const job &work)
+    {
+        const dkv_cu_block &block = work.block;
+        const float log2e = 1.4426950408889634f;
+        const float scale = block.scale * work.unit.k_scale * block.q_scale;
+        to_octaves = scale * log2e;
+        cap = block.softcap * log2e;
+        inner = block.softcap != 0.0f ? 2.0f * log2e * scale / block.softcap : 0.0f;
+        open_keys = static_cast<int>(block.n_valid - block.window) + 1;
+    }
+
+    /* Pass B calls this again for tiles that were not kept. */
+    template <int columns, int per_column>
+    __device__ __forceinline__ void apply(float (&z)[columns][4]) const
+    {
+        if (cap == 0.0f) {
+#pragma unroll
+            for (int j = 0; j < columns; j++)
+#pragma unroll
+                for (int c = 0; c < per_column; c++)
+                    z[j][c] *= to_octaves;
+        } else {
+#pragma unroll
+            for (int j = 0; j < columns; j++)
+#pragma unroll
+                for (int c = 0; c < per_column; c++) /* cap * tanh() */
+                    z[j][c] = fmaf(-2.0f * cap, rcp_fast(exp2_fast(z[j][c] * inner) + 1.0f), cap);
+        }
+    }
+};
+
+/* Two elements of a query row. A converted one was written by this very kernel. */
+template <class S> __device__ __forceinline__ uint32_t load_query_word(const unsigned char *from)
+{
+    const uint32_t *word = reinterpret_cast<const uint32_t *>(from);
+    return S::FP8 ? __ldcg(word) : __ldg(word);
+}
+
+/* The query row of the row group, or NULL past the end. */
+__device__ __forceinline__ const unsigned char *query_row(const job &work, uint32_t row)
+{
+    const dkv_cu_block &block = work.block;
+    if (row >= block.group * block.window)
+        return nullptr;
+    return work.unit.q + (row / block.window) * block.q_head_stride +
+           (row % block.window) * block.q_row_stride;
+}
+
+/* The tiles that a pass reads, as two adjacent halves each. */
+template <class S, int size> struct tile_reader {
+    ring<size> next;
+
+    /* Waits for the next tile; its shared address. */
+    __device__ __forceinline__ uint32_t wait(unsigned char (&halves)[size][S::HALF_BYTES],
+                                             unsigned long long (&full)[size])
+    {
+        const uint32_t tile = shared_address(halves[next.index]);
+        for (int h = 0; h < 2; h++)
+            mbarrier_wait(shared_address(&full[next.index + h]), next.parity);
+        next.advance(2);
+        fence_async_proxy();
+        return tile;
+    }
+    /* This warp has read the tile at this address. */
+    __device__ __forceinline__ void release(unsigned char (&halves)[size][S::HALF_BYTES],
+                                            unsigned long long (&empty)[size], uint32_t tile,
+                                            int lane) const
+    {
+        const int first = (tile - shared_address(halves)) / S::HALF_BYTES;
+        __syncwarp();
+        if (lane < 2)
+            mbarrier_arrive(shared_address(&empty[first + lane]));
+    }
+};
+
+} // namespace dkv_fast
+
+#endif

@@ -1,0 +1,282 @@
+/* Not the default, see docs/notes-cuda-kernels.md: this version was measured on a device with bf16,
+ * head_dim 128 and up to 32 rows alone. `-Dfast_scorer=next` builds it.
+ *
+ * Host side of the fast scorer: which blocks it takes, the work list, the launch.
+ *
+ * A unit's keys are cut into chunks by its length alone, so that an answer never depends on what
+ * else is in the batch: at most WIDTH chunks, 512 keys each while that is enough, and a number of
+ * chunks that divides WIDTH well, since units are packed side by side into turns of one chunk per
+ * thread block. One launch serves all units of one shape; shapes follow each other on the stream.
+ */
+#include <string.h>
+
+#include "kernels/cuda/next/fast_kernel.cuh"
+
+namespace
+{
+
+constexpr uint32_t CHUNK_KEYS_MIN = 512;
+constexpr uint32_t WIDTH = 128;
+
+/* One compiled kernel. */
+struct variant {
+    uint32_t dtype; /* of the cache; both fp8 formats are one */
+    uint32_t head_dim;
+    uint32_t rows_per_thread;
+    const void *kernel;
+    size_t shared_bytes;
+    size_t ring_bytes; /* of one thread block */
+    size_t unit_bytes;
+};
+
+template <class type, int head_dim, int rows_per_thread, bool fp8 = false>
+variant make_variant(uint32_t dtype)
+{
+    using S = dkv_fast::shape<type, head_dim, rows_per_thread, fp8>;
+    static_assert(sizeof(dkv_fast::shared_memory<S>) <= 232448,
+                  "shared memory of one thread block");
+    return {dtype,
+            head_dim,
+            rows_per_thread,
+            reinterpret_cast<const void *>(dkv_fast::score<S>),
+            sizeof(dkv_fast::shared_memory<S>),
+            S::TURNS * S::PARTIAL_BYTES,
+            sizeof(dkv_fast::merged<S>) + (fp8 ? S::ROWS * S::ROW_BYTES : 0)};
+}
+
+const variant variants[] = {
+    make_variant<dkv_fast::bf16_type, 128, 1>(DKV_BF16),
+#ifndef DKV_ONE
+    make_variant<dkv_fast::bf16_type, 128, 2>(DKV_BF16),
+    make_variant<dkv_fast::fp16_type, 128, 1>(DKV_FP16),
+    make_variant<dkv_fast::fp16_type, 128, 2>(DKV_FP16),
+    make_variant<dkv_fast::bf16_type, 64, 1>(DKV_BF16),
+    make_variant<dkv_fast::bf16_type, 64, 2>(DKV_BF16),
+    make_variant<dkv_fast::fp16_type, 64, 1>(DKV_FP16),
+    make_variant<dkv_fast::fp16_type, 64, 2>(DKV_FP16),
+    make_variant<dkv_fast::fp16_type, 128, 1, true>(DKV_F8_E4M3),
+    make_variant<dkv_fast::fp16_type, 128, 2, true>(DKV_F8_E4M3),
+    make_variant<dkv_fast::fp16_type, 64, 1, true>(DKV_F8_E4M3),
+    make_variant<dkv_fast::fp16_type, 64, 2, true>(DKV_F8_E4M3),
+#endif
+};
+constexpr uint32_t N_VARIANTS = sizeof(variants) / sizeof(variants[0]);
+
+bool is_fp8(uint32_t dtype)
+{
+    return dtype == DKV_F8_E4M3 || dtype == DKV_F8_E5M2;
+}
+
+const variant *find_variant(const struct dkv_cu_block *block)
+{
+    const uint32_t dtype = is_fp8(block->k.dtype) ? static_cast<uint32_t>(DKV_F8_E4M3)
+                                                  : block->k.dtype;
+    const uint32_t rows = block->group * block->window;
+    const uint32_t rows_per_thread = rows <= 32 ? 1 : 2;
+    for (const variant &v : variants) {
+        if (v.dtype == dtype && v.head_dim == block->head_dim &&
+            v.rows_per_thread == rows_per_thread)
+            return &v;
+    }
+    return nullptr;
+}
+
+/* Turns that a unit takes: one for each group of as many rows as the kernel holds. */
+uint32_t row_groups(const struct dkv_cu_block *block)
+{
+    const uint32_t held = 32 * find_variant(block)->rows_per_thread;
+    return (block->group * block->window + held - 1) / held;
+}
+
+uint32_t grid_of(const struct dkv_cu_device *device)
+{
+    return static_cast<uint32_t>(device->multiprocessors) < WIDTH
+               ? static_cast<uint32_t>(device->multiprocessors)
+               : WIDTH;
+}
+
+/* Keys per chunk: a multiple of the tile. */
+uint32_t chunk_keys(uint32_t n, uint32_t width)
+{
+    const uint32_t wanted = (n + CHUNK_KEYS_MIN - 1) / CHUNK_KEYS_MIN;
+    const uint32_t side_by_side = wanted < width ? width / wanted : 1;
+    const uint32_t chunks = width / side_by_side;
+    const uint32_t keys = (n + chunks - 1) / chunks;
+    return (keys + dkv_fast::TILE - 1) / dkv_fast::TILE * dkv_fast::TILE;
+}
+
+/* The work list of one launch, as it lies in the extra data. */
+struct launch_plan {
+    uint32_t turns[N_VARIANTS]; /* of the launch for this variant; 0: not launched */
+    uint32_t items_at[N_VARIANTS];
+    uint32_t counters_at; /* bytes from the start of the plan */
+};
+
+/* Lays the units of one variant out into turns, side by side; a unit's row groups take the same
+ * columns of turns that follow each other. Writes items if there is a place for them. */
+uint32_t make_turns(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
+                    uint32_t first, uint32_t n, const variant *which, struct dkv_fast_item *items,
+                    uint32_t *counter)
+{
+    const uint32_t grid = grid_of(device);
+    uint32_t turn = 0;
+    uint32_t groups = 0; /* turns from `turn` on that are being filled */
+    uint32_t column = 0;
+    for (uint32_t u = first; u < first + n; u++) {
+        const struct dkv_cu_block *block = &wave->blocks_host[wave->units_host[u].block];
+        if (find_variant(block) != which)
+            continue;
+        const uint32_t keys = chunk_keys(block->n_valid, grid);
+        const uint32_t chunks = (block->n_valid + keys - 1) / keys;
+        if (groups != row_groups(block) || column + chunks > grid) {
+            turn += groups;
+            groups = row_groups(block);
+            column = 0;
+        }
+        for (uint32_t g = 0; g < groups; g++, (*counter)++) {
+            for (uint32_t c = 0; items && c < chunks; c++)
+                items[(turn + g) * grid + column + c] = {
+                    u,    wave->units_host[u].block, *counter,
+                    keys, static_cast<uint16_t>(c),  static_cast<uint16_t>(chunks),
+                    g};
+        }
+        column += chunks;
+    }
+    return turn + groups;
+}
+
+/* Whether the kernels that this device loaded have a body: only code made for sm_90a has, not what
+ * the driver makes of another architecture's PTX. An empty kernel needs next to no registers. */
+bool kernels_are_real;
+
+cudaError_t fast_prepare(const struct dkv_cu_device *device)
+{
+    if (device->major != 9)
+        return cudaSuccess;
+    struct cudaFuncAttributes attributes;
+    const cudaError_t known = cudaFuncGetAttributes(&attributes, variants[0].kernel);
+    if (known != cudaSuccess)
+        return known;
+    kernels_are_real = attributes.numRegs == dkv_fast::LAUNCH_REGISTERS;
+    if (!kernels_are_real)
+        return cudaSuccess;
+    for (const variant &v : variants) {
+        const cudaError_t error = cudaFuncSetAttribute(v.kernel,
+                                                       cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                       static_cast<int>(v.shared_bytes));
+        if (error != cudaSuccess)
+            return error;
+    }
+    return cudaSuccess;
+}
+
+/* Whether a kernel reads these queries beside this cache: fp8 caches are made fp16, and what
+ * becomes fp16 as good as exactly is the query of such a cache. */
+bool takes_types(const struct dkv_cu_block *block)
+{
+    if (!is_fp8(block->k.dtype))
+        return block->v.dtype == block->k.dtype && block->q_dtype == block->k.dtype &&
+               block->q_align >= 4;
+    if (!is_fp8(block->v.dtype))
+        return false;
+    if (is_fp8(block->q_dtype))
+        return block->q_align >= 4 && block->q_scale != 0.0f;
+    return (block->q_dtype == DKV_BF16 || block->q_dtype == DKV_FP16) && block->q_align >= 8;
+}
+
+bool fast_takes(const struct dkv_cu_device *device, const struct dkv_cu_block *block)
+{
+    return kernels_are_real && device->major == 9 && device->shared_bytes_max >= 232448 &&
+           find_variant(block) && takes_types(block) && block->v_dim == block->head_dim &&
+           block->k.align >= 16 && block->v.align >= 16 && block->eps == 0.0f &&
+           block->p_round == 0 && block->gqa != DKV_GQA_MAX &&
+           block->nonfinite == DKV_NONFINITE_ERROR;
+}
+
+size_t fast_unit_bytes(const struct dkv_cu_block *block)
+{
+    return find_variant(block)->unit_bytes * row_groups(block);
+}
+
+size_t fast_shared_bytes(const struct dkv_cu_device *device)
+{
+    size_t largest = 0;
+    for (const variant &v : variants)
+        largest = v.ring_bytes > largest ? v.ring_bytes : largest;
+    return device->major != 9 ? 0 : grid_of(device) * largest;
+}
+
+size_t fast_extra_bytes(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
+                        uint32_t first, uint32_t n)
+{
+    uint32_t turns = 0;
+    uint32_t counters = 0;
+    for (const variant &v : variants)
+        turns += make_turns(device, wave, first, n, &v, nullptr, &counters);
+    return sizeof(launch_plan) + turns * grid_of(device) * sizeof(struct dkv_fast_item) +
+           counters * sizeof(struct dkv_fast_counters);
+}
+
+void fast_fill(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave, uint32_t first,
+               uint32_t n, void *extra)
+{
+    memset(extra, 0, fast_extra_bytes(device, wave, first, n));
+    launch_plan *plan = static_cast<launch_plan *>(extra);
+    unsigned char *bytes = static_cast<unsigned char *>(extra);
+    size_t at = sizeof(*plan);
+    uint32_t counters = 0;
+    for (uint32_t v = 0; v < N_VARIANTS; v++) {
+        plan->items_at[v] = static_cast<uint32_t>(at);
+        plan->turns[v] = make_turns(device, wave, first, n, &variants[v],
+                                    reinterpret_cast<struct dkv_fast_item *>(bytes + at),
+                                    &counters);
+        at += plan->turns[v] * grid_of(device) * sizeof(struct dkv_fast_item);
+    }
+    plan->counters_at = static_cast<uint32_t>(at);
+}
+
+cudaError_t fast_launch(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
+                        uint32_t first, uint32_t n, const void *extra_host,
+                        const void *extra_device, cudaStream_t stream)
+{
+    (void)first, (void)n;
+    const launch_plan *plan = static_cast<const launch_plan *>(extra_host);
+    unsigned char *bytes = static_cast<unsigned char *>(const_cast<void *>(extra_device));
+    for (uint32_t v = 0; v < N_VARIANTS; v++) {
+        if (plan->turns[v] == 0)
+            continue;
+        struct dkv_fast_args args;
+        args.blocks = wave->blocks;
+        args.units = wave->units;
+        args.items = reinterpret_cast<const struct dkv_fast_item *>(bytes + plan->items_at[v]);
+        args.counters = reinterpret_cast<struct dkv_fast_counters *>(bytes + plan->counters_at);
+        args.ring = wave->shared;
+        args.turns = plan->turns[v];
+        /* Cooperative: all thread blocks run at once or none, whatever else is on the device. */
+        cudaLaunchAttribute cooperative;
+        cooperative.id = cudaLaunchAttributeCooperative;
+        cooperative.val.cooperative = 1;
+        cudaLaunchConfig_t config = {};
+        config.gridDim = dim3(grid_of(device));
+        config.blockDim = dim3(dkv_fast::THREADS);
+        config.dynamicSmemBytes = variants[v].shared_bytes;
+        config.stream = stream;
+        config.attrs = &cooperative;
+        config.numAttrs = 1;
+        void *arguments[] = {&args};
+        const cudaError_t error = cudaLaunchKernelExC(&config, variants[v].kernel, arguments);
+        if (error != cudaSuccess)
+            return error;
+    }
+    return cudaSuccess;
+}
+
+} // namespace
+
+extern "C" {
+extern const struct dkv_cu_scorer dkv_cu_scorer_fast;
+const struct dkv_cu_scorer dkv_cu_scorer_fast = {
+    "fast",           fast_prepare, fast_takes,  fast_unit_bytes, fast_shared_bytes,
+    fast_extra_bytes, fast_fill,    fast_launch,
+};
+}
