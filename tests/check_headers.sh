@@ -16,6 +16,8 @@ for header in $(find proto kernels client server tests -name '*.h' | sort); do
     case $header in # vectors of one instruction set compile only with its flags
     kernels/cpu/simd_avx*) isa='-mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl'
         $cc $isa -fsyntax-only -x c /dev/null 2>/dev/null || continue ;;
+    kernels/cpu/simd_neon*)
+        echo '#include <arm_neon.h>' | $cc -fsyntax-only -x c - 2>/dev/null || continue ;;
     esac
     # tests/ headers use cmocka's set of prerequisites, which its users include first.
     $cc $isa -std=c17 -D_GNU_SOURCE -Wall -Wextra -Werror -I. -isystem "$cuda" -fsyntax-only -x c "$header" ||
