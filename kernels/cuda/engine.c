@@ -175,19 +175,6 @@ static enum dkv_status make_half(struct dkv_cu_engine *engine, struct dkv_cu_hal
     return status;
 }
 
-static enum dkv_status make_chunk(struct dkv_cu_engine *engine, struct dkv_cu_chunk *chunk,
-                                  struct dkv_error *err)
-{
-    enum dkv_status status = dkv_cu_check(
-        engine, cudaMallocHost((void **)&chunk->memory, DKV_CU_CHUNK_BYTES),
-        "allocating pinned memory", err);
-    if (status == DKV_OK)
-        status = dkv_cu_check(engine,
-                              cudaEventCreateWithFlags(&chunk->copied, cudaEventDisableTiming),
-                              "creating an event", err);
-    return status;
-}
-
 static enum dkv_status make_builder(struct dkv_cu_engine *engine, struct dkv_error *err)
 {
     struct dkv_cu_builder *b = calloc(1, sizeof(*b));
@@ -222,8 +209,6 @@ static enum dkv_status make_memory(struct dkv_cu_engine *engine, size_t stage_by
         status = make_slot(engine, &engine->slots[i], err);
     for (unsigned i = 0; i < 2 && status == DKV_OK; i++)
         status = make_half(engine, &engine->halves[i], dkv_cu_align(stage_bytes / 2), err);
-    for (unsigned i = 0; i < DKV_CU_CHUNKS && status == DKV_OK; i++)
-        status = make_chunk(engine, &engine->chunks[i], err);
     engine->scratch.bytes = DKV_CU_SCRATCH;
     if (status == DKV_OK)
         status = dkv_cu_check(engine, cudaMalloc((void **)&engine->scratch.base, DKV_CU_SCRATCH),
@@ -281,11 +266,7 @@ static void cuda_close(struct dkv_engine *opaque)
         if (engine->halves[i].consumed != NULL)
             (void)cudaEventDestroy(engine->halves[i].consumed);
     }
-    for (unsigned i = 0; i < DKV_CU_CHUNKS; i++) {
-        (void)cudaFreeHost(engine->chunks[i].memory);
-        if (engine->chunks[i].copied != NULL)
-            (void)cudaEventDestroy(engine->chunks[i].copied);
-    }
+    dkv_cu_ring_close(engine);
     for (unsigned i = 0; i < DKV_CU_MARKS; i++)
         if (engine->marks[i] != NULL)
             (void)cudaEventDestroy(engine->marks[i]);
@@ -299,7 +280,7 @@ static void cuda_close(struct dkv_engine *opaque)
     free(engine);
 }
 
-/* Threads that fill staging chunks, this one included. */
+/* Threads that stage host tensors, this one included. */
 static unsigned default_threads(void)
 {
     cpu_set_t mine;
@@ -330,6 +311,8 @@ static enum dkv_status cuda_open(const struct dkv_engine_config *config,
         status = make_streams(engine, config->stream, err);
     if (status == DKV_OK)
         status = make_memory(engine, stage, err);
+    if (status == DKV_OK)
+        status = dkv_cu_ring_open(engine, err);
     if (status == DKV_OK)
         status = dkv_threads_open(config->threads != 0 ? config->threads : default_threads(),
                                   &engine->crew, err);
@@ -451,14 +434,14 @@ static enum dkv_status cuda_wait(struct dkv_engine *opaque, struct dkv_error *er
 /* ---- for benchmarks ---- */
 
 __attribute__((visibility("default"))) enum dkv_status dkv_cuda_time_stages(
-    struct dkv_engine *opaque, bool split, struct dkv_error *err)
+    struct dkv_engine *opaque, enum dkv_cuda_timing timing, struct dkv_error *err)
 {
     struct dkv_cu_engine *engine = (struct dkv_cu_engine *)opaque;
     enum dkv_status status = DKV_OK;
     for (unsigned i = 0; i < DKV_CU_MARKS && status == DKV_OK && engine->marks[i] == NULL; i++)
         status = dkv_cu_check(engine, cudaEventCreate(&engine->marks[i]), "creating an event", err);
-    engine->timed = status == DKV_OK;
-    engine->split = split;
+    engine->timed = status == DKV_OK && timing != DKV_CUDA_UNTIMED;
+    engine->split = timing == DKV_CUDA_TIMED_SPLIT;
     return status;
 }
 

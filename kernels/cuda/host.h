@@ -4,7 +4,8 @@
  *   describe.c what a block looks like to the device
  *   place.c    puts a unit's inputs where the device reads them
  *   wave.c     packs units into waves and launches them
- *   stage.c    brings host tensors to the device through pinned chunks
+ *   stage.c    which host tensors go where on the device
+ *   ring.c     takes them there through pinned chunks
  *   answer.c   copies results to the callers; turns reports into sentences
  *   import.c   maps memory of other processes
  *   unroll.c   copies query rows that lie around the end of a ring
@@ -19,6 +20,8 @@
 #ifndef DKV_KERNELS_CUDA_HOST_H
 #define DKV_KERNELS_CUDA_HOST_H
 
+#include <pthread.h>
+
 #include "kernels/cuda/plan.h"
 
 #ifdef __cplusplus
@@ -26,10 +29,12 @@ extern "C" {
 #endif
 
 #define DKV_CU_SLOTS       2u
-#define DKV_CU_CHUNKS      32u
-#define DKV_CU_CHUNK_BYTES ((size_t)1 << 20)
-#define DKV_CU_JOBS        16u /* chunks that are filled together: half of all */
-#define DKV_CU_THREADS     8u  /* that fill them, unless the configuration says otherwise */
+#define DKV_CU_CHUNK_BYTES ((size_t)256 << 10)
+#define DKV_CU_CHUNKS      128u
+#define DKV_CU_RUN         16u  /* chunks in one copy */
+#define DKV_CU_COPIES      64u  /* under way */
+#define DKV_CU_JOBS        256u /* chunks' worth of copying in one flush */
+#define DKV_CU_THREADS     12u  /* that stage, unless the configuration says otherwise */
 #define DKV_CU_IO_BYTES    ((size_t)40 << 20)
 #define DKV_CU_EXTRA_BYTES ((size_t)8 << 20) /* of io: kept free for the scorers' work lists */
 #define DKV_CU_SCRATCH     ((size_t)96 << 20)
@@ -98,10 +103,26 @@ struct dkv_cu_slot {
     cudaEvent_t done;     /* recorded after each wave */
 };
 
-struct dkv_cu_chunk {
+/* A copy to the device that was begun. */
+struct dkv_cu_copy {
+    cudaEvent_t done;
+    uint64_t upto; /* number of the first chunk that is not in it */
+};
+
+/* Chunks in flight, in the order of their numbers: number i is at memory + i % DKV_CU_CHUNKS
+ * chunks. Those from free_upto to sent are being copied. */
+struct dkv_cu_ring {
     unsigned char *memory; /* pinned */
-    cudaEvent_t copied;
-    bool in_use;
+    struct dkv_cu_copy copies[DKV_CU_COPIES];
+    uint64_t copies_begun, copies_done; /* the sender's */
+    uint64_t first;                     /* number of the flush's first job */
+    uint64_t sent;
+    bool is_open;
+    pthread_mutex_t lock;
+    pthread_cond_t filled, freed;
+    /* under lock */
+    uint64_t free_upto;
+    cudaError_t failure;
 };
 
 /* Rows of host tensors: one head's, through a table or not. */
@@ -123,7 +144,7 @@ struct dkv_cu_stage_job {
     const unsigned char *from; /* the head's token 0, or the bytes */
     unsigned char *to_device;
     size_t bytes;
-    struct dkv_cu_chunk *chunk;
+    bool filled; /* under the ring's lock */
     struct dkv_error error;
 };
 
@@ -163,11 +184,10 @@ struct dkv_cu_engine {
     size_t wave_scratch; /* scratch of the last wave */
     struct dkv_cu_half halves[2];
     unsigned half;
-    struct dkv_cu_chunk chunks[DKV_CU_CHUNKS];
-    unsigned chunk;
+    struct dkv_cu_ring ring;
     struct dkv_cu_stage_job jobs[DKV_CU_JOBS];
     unsigned n_jobs;
-    struct dkv_threads *crew; /* fills chunks */
+    struct dkv_threads *crew; /* stages host tensors */
     struct dkv_cu_slot slots[DKV_CU_SLOTS];
     unsigned oldest;
     unsigned n_in_flight;
@@ -183,11 +203,13 @@ struct dkv_cu_engine {
 enum dkv_status dkv_cu_check(struct dkv_cu_engine *engine, cudaError_t error, const char *what,
                              struct dkv_error *err);
 
-/* For benchmarks, which find them with dlsym(): time the stages of every wave from now on; how long
- * those of the last wave took, after its wait(): upload, scoring, selection, download. An event
- * between scoring and selection keeps the one from being launched during the other; without `split`
- * there is none, and selection's time is 0 and within scoring's. */
-enum dkv_status dkv_cuda_time_stages(struct dkv_engine *engine, bool split, struct dkv_error *err);
+/* For benchmarks, which find them with dlsym(): time the stages of every wave from now on, or no
+ * more; how long those of the last wave took, after its wait(): upload, scoring, selection,
+ * download. An event between scoring and selection keeps the one from being launched during the
+ * other; unless they are split there is none, and selection's time is 0 and within scoring's. */
+enum dkv_cuda_timing { DKV_CUDA_UNTIMED = 0, DKV_CUDA_TIMED, DKV_CUDA_TIMED_SPLIT };
+enum dkv_status dkv_cuda_time_stages(struct dkv_engine *engine, enum dkv_cuda_timing timing,
+                                     struct dkv_error *err);
 enum dkv_status dkv_cuda_stage_times(struct dkv_engine *engine, float us_out[4],
                                      struct dkv_error *err);
 
@@ -259,6 +281,16 @@ enum dkv_status dkv_cu_stage_bytes(struct dkv_cu_engine *engine, struct dkv_item
                                    const void *from, size_t bytes, void *to_device,
                                    struct dkv_error *err);
 enum dkv_status dkv_cu_stage_flush(struct dkv_cu_engine *engine, struct dkv_error *err);
+
+/* Gathers the job's bytes, on any thread that reads no table in device memory. */
+enum dkv_status dkv_cu_stage_fill(struct dkv_cu_engine *engine, const struct dkv_cu_stage_job *job,
+                                  unsigned char *to, struct dkv_error *err);
+
+/* ring.c: fills a chunk for each of the engine's jobs and sends it; a job's own failure is in its
+ * `error`. Returns before the copies are through. */
+enum dkv_status dkv_cu_ring_open(struct dkv_cu_engine *engine, struct dkv_error *err);
+void dkv_cu_ring_close(struct dkv_cu_engine *engine);
+cudaError_t dkv_cu_ring_run(struct dkv_cu_engine *engine, bool by_threads);
 
 /* answer.c: waits for everything launched from the slot, checks it, writes the items' outputs and
  * empties the slot's io. Items that a scorer gave up on are marked in slot->retry. */

@@ -1,13 +1,11 @@
-/* Host tensors on their way to the device.
+/* Host tensors on their way to the device: what is copied from where.
  *
- * Rows are gathered into pinned chunks, one copy each. Chunks are filled by a few threads, a group
- * at a time, while the copy engine empties the group before it: one thread's memcpy() is several
- * times slower than the bus. Memory that is pinned already, and not paged, is copied from where it
- * is. Page tables are read and checked here, entry by entry; a bad one fails the job's item.
+ * Rows are gathered into pinned chunks, one copy each (ring.c). Memory that is pinned already, and
+ * not paged, is copied from where it is. Page tables are read and checked here, entry by entry; a
+ * bad one fails the job's item.
  */
 #include <string.h>
 
-#include "kernels/cpu/threads.h"
 #include "kernels/cuda/host.h"
 
 enum { TABLE_WINDOW = 512 };
@@ -80,34 +78,6 @@ static enum dkv_status page_of(struct dkv_cu_engine *engine, struct table_reader
     return DKV_OK;
 }
 
-/* The next free chunk: waits until its last copy is through. */
-static enum dkv_status next_chunk(struct dkv_cu_engine *engine, struct dkv_cu_chunk **out,
-                                  struct dkv_error *err)
-{
-    struct dkv_cu_chunk *chunk = &engine->chunks[engine->chunk];
-    engine->chunk = (engine->chunk + 1) % DKV_CU_CHUNKS;
-    *out = chunk;
-    if (!chunk->in_use)
-        return DKV_OK;
-    chunk->in_use = false;
-    return dkv_cu_check(engine, cudaEventSynchronize(chunk->copied), "staging host memory", err);
-}
-
-static enum dkv_status send_chunk(struct dkv_cu_engine *engine, const struct dkv_cu_stage_job *job,
-                                  struct dkv_error *err)
-{
-    enum dkv_status status = dkv_cu_check(engine,
-                                          cudaMemcpyAsync(job->to_device, job->chunk->memory,
-                                                          job->bytes, cudaMemcpyHostToDevice,
-                                                          engine->copies),
-                                          "staging host memory", err);
-    if (status == DKV_OK)
-        status = dkv_cu_check(engine, cudaEventRecord(job->chunk->copied, engine->copies),
-                              "recording an event", err);
-    job->chunk->in_use = status == DKV_OK;
-    return status;
-}
-
 static bool is_pinned(const void *memory)
 {
     struct cudaPointerAttributes attributes;
@@ -130,13 +100,11 @@ static void gather_rows(unsigned char *to, const unsigned char *from, uint64_t c
         memcpy(to + i * row_bytes, from + i * stride, row_bytes);
 }
 
-/* Fills the job's chunk. */
-static enum dkv_status fill(struct dkv_cu_engine *engine, const struct dkv_cu_stage_job *job,
-                            struct dkv_error *err)
+enum dkv_status dkv_cu_stage_fill(struct dkv_cu_engine *engine, const struct dkv_cu_stage_job *job,
+                                  unsigned char *to, struct dkv_error *err)
 {
     const struct dkv_cu_source *source = &job->source;
     const struct dkv_view *view = source->view;
-    unsigned char *to = job->chunk->memory;
     if (view == NULL) { /* plain bytes */
         memcpy(to, job->from, job->bytes);
         return DKV_OK;
@@ -167,14 +135,6 @@ static enum dkv_status fill(struct dkv_cu_engine *engine, const struct dkv_cu_st
     return DKV_OK;
 }
 
-static void fill_task(void *context, size_t task, unsigned thread)
-{
-    struct dkv_cu_engine *engine = context;
-    struct dkv_cu_stage_job *job = &engine->jobs[task];
-    (void)thread;
-    job->error.status = fill(engine, job, &job->error);
-}
-
 /* A table in device memory is read through the engine's own thread. */
 static bool needs_device(const struct dkv_cu_stage_job *job)
 {
@@ -183,30 +143,21 @@ static bool needs_device(const struct dkv_cu_stage_job *job)
 
 enum dkv_status dkv_cu_stage_flush(struct dkv_cu_engine *engine, struct dkv_error *err)
 {
-    const unsigned n = engine->n_jobs;
-    bool parallel = n > 1;
-    enum dkv_status status = DKV_OK;
-    engine->n_jobs = 0;
-    for (unsigned i = 0; i < n && status == DKV_OK; i++) {
-        status = next_chunk(engine, &engine->jobs[i].chunk, err);
-        parallel = parallel && !needs_device(&engine->jobs[i]);
-    }
-    if (status != DKV_OK)
-        return status;
-    if (parallel)
-        dkv_threads_run(engine->crew, fill_task, engine, n);
-    else
-        for (unsigned i = 0; i < n; i++)
-            fill_task(engine, i, 0);
-    for (unsigned i = 0; i < n && status == DKV_OK; i++) {
+    bool by_threads = true;
+    for (unsigned i = 0; i < engine->n_jobs; i++)
+        by_threads = by_threads && !needs_device(&engine->jobs[i]);
+    enum dkv_status status = dkv_cu_check(engine, dkv_cu_ring_run(engine, by_threads),
+                                          "staging host memory", err);
+    for (unsigned i = 0; i < engine->n_jobs && status == DKV_OK; i++) {
         const struct dkv_cu_stage_job *job = &engine->jobs[i];
         if (job->error.status == DKV_OK)
-            status = send_chunk(engine, job, err);
-        else if (engine->lost)
+            continue;
+        if (engine->lost)
             status = dkv_error_set(err, job->error.status, "%s", job->error.text);
         else
             dkv_cu_fail_item(job->item, &job->error);
     }
+    engine->n_jobs = 0;
     return status;
 }
 
@@ -244,13 +195,19 @@ enum dkv_status dkv_cu_stage_head(struct dkv_cu_engine *engine, struct dkv_item 
     const size_t stride = (size_t)view->token_stride;
     const unsigned char *from = (const unsigned char *)view->base + view->offset +
                                 (uint64_t)head * (uint64_t)view->head_stride;
-    if (source->page_tokens == 0 && stride >= row_bytes && is_pinned(from))
+    const uint64_t n_tokens = source->n_tokens - source->first_token;
+    if (source->page_tokens == 0 && stride == row_bytes && is_pinned(from))
         return dkv_cu_check(engine,
-                            cudaMemcpy2DAsync(to_device, row_bytes,
-                                              from + source->first_token * stride, stride,
-                                              row_bytes, source->n_tokens - source->first_token,
-                                              cudaMemcpyHostToDevice, engine->copies),
+                            cudaMemcpyAsync(to_device, from + source->first_token * stride,
+                                            n_tokens * row_bytes, cudaMemcpyHostToDevice,
+                                            engine->copies),
                             "copying pinned host memory", err);
+    if (source->page_tokens == 0 && stride > row_bytes && is_pinned(from))
+        return dkv_cu_check(
+            engine,
+            cudaMemcpy2DAsync(to_device, row_bytes, from + source->first_token * stride, stride,
+                              row_bytes, n_tokens, cudaMemcpyHostToDevice, engine->copies),
+            "copying pinned host memory", err);
 
     const uint64_t per_chunk = DKV_CU_CHUNK_BYTES / row_bytes;
     enum dkv_status status = DKV_OK;
