@@ -358,8 +358,10 @@ template <class S>
 __global__ void __launch_bounds__(THREADS, 1) score(const __grid_constant__ dkv_fast_args args)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    /* Selection may take over multiprocessors as they fall free; it waits for the last one. */
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    /* Selection may take over multiprocessors as they fall free; it waits for the last one. With
+     * one turn they fall free together, and it gains nothing by waiting there. */
+    if (args.turns > 1)
+        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     shared_memory<S> &shared = *reinterpret_cast<shared_memory<S> *>(shared_bytes);
     if (threadIdx.x == 0)

@@ -22,14 +22,6 @@
 namespace
 {
 
-/* Copies a descriptor, whole words, by one warp. */
-template <class T> __device__ void copy_words(T &to, const T &from, int lane)
-{
-    static_assert(sizeof(T) % 4 == 0, "descriptors are copied by words");
-    for (uint32_t i = lane; i < sizeof(T) / 4; i += 32)
-        reinterpret_cast<uint32_t *>(&to)[i] = reinterpret_cast<const uint32_t *>(&from)[i];
-}
-
 /* ---- keys ---- */
 
 /* Starts bringing scores first .. first+3 to `to`, `first` a multiple of four; 0 outside the scope
@@ -77,6 +69,8 @@ __device__ void build_keys(const select_task &t, select_state &s, const select_p
                 *reinterpret_cast<uint4 *>(keys + i) = key;
                 select_count_four(s.histogram, key);
             }
+        if (first >= t.plain_begin && first + ((count + 3) & ~3) <= t.plain_end)
+            continue;
         for (int i = 4 * threadIdx.x; i < count; i += 4 * blockDim.x)
             if (!is_plain(t, first + i)) {
                 const uint4 key = select_any_keys(s.task, first + i, window + i);
@@ -99,7 +93,7 @@ __device__ unsigned kept_of_four(const select_part &p, uint32_t i, unsigned lowe
 }
 
 /* Writes the kept indices in order: each warp owns a run of tokens, each lane four at a time. */
-template <int threads>
+template <int threads, bool crews>
 __device__ void write_kept(const select_crew &crew, select_state &s, const select_part &p)
 {
     constexpr int n_warps = threads / 32;
@@ -120,7 +114,7 @@ __device__ void write_kept(const select_crew &crew, select_state &s, const selec
     const unsigned of_lane = lane < n_warps ? s.warp_counts[lane] : 0;
     unsigned at = __reduce_add_sync(~0u, lane < warp ? of_lane : 0);
 #if __CUDA_ARCH__ >= 900
-    if (threads == select_threads && crew.size > 1)
+    if (crews && crew.size > 1)
         at += crew_prefix(crew, s.box, __reduce_add_sync(~0u, of_lane));
 #endif
     int32_t *const out = s.task.keep_out;
@@ -145,71 +139,73 @@ __device__ void write_kept(const select_crew &crew, select_state &s, const selec
 
 /* ---- the kernel ---- */
 
-/* What is known only after scoring. */
-__device__ void finish_task(select_task &t, const select_state &s)
+/* What is known only after scoring; by one thread. */
+__device__ void finish_task(select_task &t)
 {
-    t.lone_key = select_lone_key(t.mask, t.n, s.block.window);
+    if (t.mask)
+        t.lone_key = select_lone_key(t.mask, t.n, t.window);
     if (t.scores_out)
-        t.descale = ldexpf(1.0f, -*s.unit.exponent);
+        t.descale = ldexpf(1.0f, -*t.exponent);
 }
 
 /* Dynamic shared memory: the state, in a cluster the exchange, then pool_tokens scores with a
- * window's margins, then the keys of the block's part (unless they are in unit.keys). */
-template <int threads>
+ * window's margins, then the keys of the block's part (unless they are in task.keys). */
+template <int threads, bool crews>
 __global__ void __launch_bounds__(threads, 1024 / threads)
-    select_tokens(const dkv_cu_block *blocks, const dkv_cu_unit *units, const select_seat *seats,
-                  uint32_t cluster, uint32_t pool_tokens)
+    select_tokens(const select_task *tasks, const select_seat *seats, uint32_t cluster,
+                  uint32_t pool_tokens)
 {
     extern __shared__ __align__(16) unsigned char memory[];
     select_state &s = *reinterpret_cast<select_state *>(memory);
-    float *stage = cluster > 1 ? reinterpret_cast<float *>(&select_exchange_of(s) + 1)
-                               : reinterpret_cast<float *>(&s + 1);
+    float *stage = crews ? reinterpret_cast<float *>(&select_exchange_of(s) + 1)
+                         : reinterpret_cast<float *>(&s + 1);
     const select_seat seat = seats[blockIdx.x];
     if (seat.size == 0)
         return;
-    const select_crew crew = {seat.size, seat.rank, blockIdx.x % cluster - seat.rank};
-    const int warp = threadIdx.x / 32;
-    if (warp == 0)
-        copy_words(s.unit, units[seat.unit], threadIdx.x % 32);
-    else if (warp == 1)
-        copy_words(s.block, blocks[seat.block], threadIdx.x % 32);
+    const uint32_t log_size = 31 - __clz(seat.size);
+    const select_crew crew = {seat.size, log_size, seat.rank,
+                              (blockIdx.x & (cluster - 1)) - seat.rank};
+    static_assert(sizeof(select_task) % 4 == 0 && sizeof(select_task) <= 128, "a word a lane");
+    if (threadIdx.x < sizeof(select_task) / 4)
+        reinterpret_cast<uint32_t *>(&s.task)[threadIdx.x] = reinterpret_cast<const uint32_t *>(
+            tasks + seat.task)[threadIdx.x];
     for (int i = threadIdx.x; i < select_bins / 4; i += threads)
         reinterpret_cast<uint4 *>(s.histogram)[i] = {0, 0, 0, 0};
-#if __CUDA_ARCH__ >= 900
-    if (threads == select_threads && cluster > 1)
-        crew_open(crew, s.box);
-#endif
-    __syncthreads();
     if (threadIdx.x == 0) {
-        s.task = select_task_of(s.block, s.unit);
         s.cut = {0, 0, 0, select_no_index, {0, 0, 0}};
         s.n_mine = 0;
     }
+#if __CUDA_ARCH__ >= 900
+    if (crews)
+        crew_open(crew, s.box);
+#endif
     __syncthreads();
     const select_task t = s.task;
     select_part p;
-    const uint32_t share = select_share(t.n, crew.size);
+    const uint32_t share = select_share(t.n, crew.log_size);
     p.begin = min(t.n, crew.rank * share);
     p.end = min(t.n, p.begin + share);
     p.keys = t.keys ? t.keys + p.begin
                     : reinterpret_cast<uint32_t *>(stage + pool_tokens + DKV_KERNEL_MAX + 1);
 #if __CUDA_ARCH__ >= 900
-    if (threads == select_threads && cluster > 1)
+    if (crews)
         crew_meet();
     cudaGridDependencySynchronize(); /* all above was there before scoring began */
 #endif
     if (threadIdx.x == 0)
-        finish_task(s.task, s); /* seen after the first barrier */
+        finish_task(s.task); /* seen after the first barrier */
     build_keys(t, s, p, pool_tokens, stage);
-    select_find_cut<threads>(crew, s, p);
-    write_kept<threads>(crew, s, p);
+    select_find_cut<threads, crews>(crew, s, p);
+    write_kept<threads, crews>(crew, s, p);
 }
 
 } // namespace
 
-const void *select_kernel(uint32_t threads)
+const void *select_kernel(uint32_t threads, bool crews)
 {
+    if (crews)
+        return reinterpret_cast<const void *>(select_tokens<select_threads, true>);
     return threads == select_threads
-               ? reinterpret_cast<const void *>(select_tokens<select_threads>)
-               : reinterpret_cast<const void *>(select_tokens<select_crowd_threads>);
+               ? reinterpret_cast<const void *>(select_tokens<select_threads, false>)
+               : reinterpret_cast<const void *>(select_tokens<select_crowd_threads, false>);
 }

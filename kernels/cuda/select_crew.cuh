@@ -17,13 +17,15 @@
 
 #include <stdint.h>
 
-constexpr int select_threads = 512; /* of a block in a crew of several: all formulas count on it */
+constexpr int select_log_threads = 9;
+constexpr int select_threads = 1 << select_log_threads; /* of a block in a crew of several */
 constexpr int select_bins = 4 * select_threads;
 constexpr int select_ranked = 128; /* candidates that are ranked against each other */
 constexpr int select_crew_max = 16;
 
 struct select_crew {
     uint32_t size;
+    uint32_t log_size; /* divisions by size are shifts */
     uint32_t rank;
     uint32_t first; /* rank of the crew's first block in the cluster */
 };
@@ -144,13 +146,14 @@ __device__ inline void crew_add_histograms(const select_crew &crew, select_mailb
                                            select_exchange &exchange, const uint4 &mine,
                                            uint32_t mine_at, uint32_t parity)
 {
-    const uint32_t fours = select_threads / crew.size; /* of a slice */
-    const uint32_t stride = 4 * fours + 4;             /* so that ranks differ in their banks */
-    select_send(crew, mine_at / fours, exchange.slices + crew.rank * stride + mine_at % fours * 4,
+    const uint32_t fours = select_threads >> crew.log_size; /* of a slice */
+    const uint32_t stride = 4 * fours + 4; /* so that ranks differ in their banks */
+    const uint32_t owner = mine_at << crew.log_size >> select_log_threads;
+    select_send(crew, owner, exchange.slices + crew.rank * stride + (mine_at & (fours - 1)) * 4,
                 mine, &box.slices_full);
 
-    const uint32_t four = threadIdx.x / crew.size;
-    const uint32_t rank = threadIdx.x % crew.size;
+    const uint32_t four = threadIdx.x >> crew.log_size;
+    const uint32_t rank = threadIdx.x & (crew.size - 1);
     select_await(&box.slices_full, parity);
     uint4 sum = *reinterpret_cast<const uint4 *>(exchange.slices + rank * stride + four * 4);
     if (threadIdx.x == 0)
@@ -183,13 +186,13 @@ __device__ inline void crew_share_candidates(const select_crew &crew, select_mai
     }
     __syncthreads();
     const unsigned first = *place;
-    for (unsigned i = threadIdx.x; i < n * crew.size; i += select_threads) {
-        const select_candidate *from = mine + i / crew.size;
-        const select_candidate *to = box.ranked + first + i / crew.size;
-        const uint4 *words = reinterpret_cast<const uint4 *>(from);
-        select_send(crew, i % crew.size, to, words[0], &box.ranked_full);
-        select_send(crew, i % crew.size, reinterpret_cast<const uint4 *>(to) + 1, words[1],
-                    &box.ranked_full);
+    for (unsigned i = threadIdx.x; i < n << crew.log_size; i += select_threads) {
+        const unsigned which = i >> crew.log_size;
+        const unsigned rank = i & (crew.size - 1);
+        const uint4 *words = reinterpret_cast<const uint4 *>(mine + which);
+        const uint4 *to = reinterpret_cast<const uint4 *>(box.ranked + first + which);
+        select_send(crew, rank, to, words[0], &box.ranked_full);
+        select_send(crew, rank, to + 1, words[1], &box.ranked_full);
     }
     select_await(&box.ranked_full, 0);
 }

@@ -27,12 +27,11 @@ struct alignas(16) select_state {
     unsigned n_mine;
     unsigned place;
     unsigned warp_counts[select_threads / 32];
+    unsigned bin;
     unsigned above; /* tokens in higher bins */
     unsigned inside;
     select_candidate cut; /* what of it is decided so far; at first 0, 0, 0, select_no_index */
     select_task task;     /* for functions out of line */
-    dkv_cu_unit unit;
-    dkv_cu_block block;
 };
 
 __device__ inline select_exchange &select_exchange_of(select_state &s)
@@ -40,25 +39,36 @@ __device__ inline select_exchange &select_exchange_of(select_state &s)
     return *reinterpret_cast<select_exchange *>(&s + 1);
 }
 
-/* Round r looks at `width` bits from `shift` on of a number. */
+/* Round r looks at `width` bits from `shift` on of a number. The first one looks at the keys' bits
+ * from 19 on, sixteenths of octaves, of which a window of 128 octaves is told apart: raw scores of
+ * 2^-109 to 2^19. Where the cut is not in it, the search begins anew with all bits. */
 struct select_digit {
     int number; /* 0 key, 1 second, 2 raw, 3 index */
     int shift;
     int width;
 };
 
-constexpr int select_rounds = 14;
-constexpr int select_key_rounds = 3; /* the first ones, which look at keys */
-__device__ constexpr select_digit select_tie_digits[select_rounds - select_key_rounds] = {
+constexpr int select_window_shift = 19;
+constexpr int select_window_base = 98 * 16;
+enum { select_round_window = 0, select_round_whole = 3, select_round_ties = 6, select_rounds = 17 };
+__device__ constexpr select_digit select_tie_digits[select_rounds - select_round_ties] = {
     {1, 53, 11}, {1, 42, 11}, {1, 31, 11}, {1, 20, 11}, {1, 9, 11}, {1, 0, 9},
     {2, 20, 11}, {2, 9, 11},  {2, 0, 9},   {3, 11, 11}, {3, 0, 11}};
 
 /* Those of the key are made up: a table would have to be fetched. */
 __device__ inline select_digit select_digit_of(int round)
 {
-    if (round >= select_key_rounds)
-        return select_tie_digits[round - select_key_rounds];
-    return {0, round == 0 ? 21 : round == 1 ? 10 : 0, round == 2 ? 10 : 11};
+    if (round >= select_round_ties)
+        return select_tie_digits[round - select_round_ties];
+    if (round >= select_round_whole)
+        return {0, round == 3 ? 21 : round == 4 ? 10 : 0, round == 5 ? 10 : 11};
+    return {0, round == 0 ? select_window_shift : round == 1 ? 8 : 0, round == 2 ? 8 : 11};
+}
+
+__device__ inline unsigned select_window_bin(unsigned key)
+{
+    const int bin = static_cast<int>(key >> select_window_shift) - select_window_base;
+    return static_cast<unsigned>(min(max(bin, 0), select_bins - 1));
 }
 
 __device__ inline bool select_has_second(const select_task &t)
@@ -66,21 +76,15 @@ __device__ inline bool select_has_second(const select_task &t)
     return t.average || t.mask;
 }
 
-/* Adds the first digits of four keys; neighbours often share one, since pooling makes plateaus. */
+/* Adds the first digits of four keys. One at a time: the hardware counts lanes that add one to the
+ * same bin, and bins of neighbours often agree, since pooling makes plateaus. */
 __device__ inline void select_count_four(unsigned *histogram, const uint4 &four)
 {
     const unsigned key[4] = {four.x, four.y, four.z, four.w};
-    unsigned run = 1;
 #pragma unroll
-    for (int q = 0; q < 4; q++) {
-        if (q < 3 && key[q + 1] >> 21 == key[q] >> 21 && key[q + 1] != 0) {
-            run++;
-        } else {
-            if (key[q] != 0)
-                atomicAdd(histogram + (key[q] >> 21), run);
-            run = 1;
-        }
-    }
+    for (int q = 0; q < 4; q++)
+        if (key[q] != 0)
+            atomicAdd(histogram + select_window_bin(key[q]), 1u);
 }
 
 /* A number of a token, complemented where low ones come first. */
@@ -119,13 +123,14 @@ template <typename Use>
 __device__ __forceinline__ void select_for_matching(const select_state &s, const select_part &p,
                                                     int below, Use use)
 {
-    const unsigned want = s.cut.key >> below;
+    const unsigned want = s.cut.key;
+    const unsigned mask = below < 32 ? ~0u << below : 0;
     for (uint32_t i = p.begin + 4 * threadIdx.x; i < p.end; i += 4 * blockDim.x) {
         const uint4 four = *reinterpret_cast<const uint4 *>(p.keys + (i - p.begin));
         const unsigned key[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
         for (int q = 0; q < 4; q++)
-            if (key[q] >> below == want && key[q] != 0)
+            if (((key[q] ^ want) & mask) == 0 && key[q] != 0)
                 use(key[q], i + q);
     }
 }
@@ -167,13 +172,12 @@ __device__ inline void select_count(select_state &s, const select_part &p, const
     });
 }
 
-/* The cut's bits of digit d are the bin. */
-__device__ inline void select_decide(select_candidate &cut, const select_digit &d, unsigned bin)
+/* The cut's bits of digit d, not one of the key, are the bin. */
+static __device__ __noinline__ void select_decide_tie(select_candidate &cut, select_digit d,
+                                                      unsigned bin)
 {
     const unsigned long long bits = static_cast<unsigned long long>(bin) << d.shift;
-    if (d.number == 0)
-        cut.key |= static_cast<unsigned>(bits);
-    else if (d.number == 1)
+    if (d.number == 1)
         cut.second |= bits;
     else if (d.number == 2)
         cut.raw |= static_cast<unsigned>(bits);
@@ -181,11 +185,11 @@ __device__ inline void select_decide(select_candidate &cut, const select_digit &
         cut.index &= ~static_cast<unsigned>(bits);
 }
 
-/* Finds the bin that holds the `wanted`-th best token: digit d of s.cut, and how many tokens are
- * s.above and s.inside. Clears the histogram. */
-template <int threads>
-__device__ void select_find_bin(const select_crew &crew, select_state &s, const select_digit &d,
-                                unsigned wanted, uint32_t parity)
+/* Finds the bin that holds the `wanted`-th best token: s.bin, and how many tokens are s.above and
+ * s.inside. Clears the histogram. */
+template <int threads, bool crews>
+__device__ void select_find_bin(const select_crew &crew, select_state &s, unsigned wanted,
+                                uint32_t parity)
 {
     constexpr int per = select_bins / threads; /* bins a thread */
     const int lane = threadIdx.x % 32;
@@ -200,7 +204,7 @@ __device__ void select_find_bin(const select_crew &crew, select_state &s, const 
         own[b] = {0, 0, 0, 0};
     }
 #if __CUDA_ARCH__ >= 900
-    if (threads == select_threads && crew.size > 1) {
+    if (crews && crew.size > 1) {
         crew_add_histograms(crew, s.box, select_exchange_of(s), bins[0], first / 4, parity);
         bins[0] = *reinterpret_cast<const uint4 *>(select_exchange_of(s).total + first);
     }
@@ -219,23 +223,22 @@ __device__ void select_find_bin(const select_crew &crew, select_state &s, const 
     __syncthreads();
     unsigned above = __reduce_add_sync(~0u, lane < warp ? s.warp_counts[lane] : 0) + upto - sum;
     if (above < wanted && above + sum >= wanted) { /* one thread */
-        int bin = per - 1;
-        unsigned inside = 0;
+        unsigned bin = first + per - 1;
+        unsigned inside = bins[per / 4 - 1].w;
 #pragma unroll
-        for (int b = per - 1; b >= 0; b--) {
+        for (int b = per - 2; b >= 0; b--) {
             const uint4 &four = bins[b / 4];
             const unsigned n = b % 4 == 3   ? four.w
                                : b % 4 == 2 ? four.z
                                : b % 4 == 1 ? four.y
                                             : four.x;
-            if (inside == 0 && above + n < wanted) {
-                above += n;
-            } else if (inside == 0) {
-                bin = b;
+            if (above + inside < wanted) {
+                above += inside;
                 inside = n;
+                bin = first + b;
             }
         }
-        select_decide(s.cut, d, first + bin);
+        s.bin = bin;
         s.above = above;
         s.inside = inside;
     }
@@ -262,11 +265,11 @@ static __device__ __noinline__ void select_list_ties(select_state &s, select_par
 }
 
 /* Collects the crew's `all` tokens that agree up to digit d in every block's box.ranked. */
-template <int threads>
+template <bool crews>
 __device__ void select_gather(const select_crew &crew, select_state &s, const select_part &p,
                               const select_digit &d, unsigned all)
 {
-    const bool several = threads == select_threads && crew.size > 1;
+    const bool several = crews && crew.size > 1;
     select_candidate *to = several ? select_exchange_of(s).mine : s.box.ranked;
     if (d.number == 0)
         select_for_matching(s, p, d.shift, [&](unsigned key, uint32_t i) {
@@ -294,11 +297,12 @@ __device__ void select_gather(const select_crew &crew, select_state &s, const se
 template <int threads>
 __device__ void select_rank(select_state &s, const select_part &p, unsigned count, unsigned wanted)
 {
-    unsigned per = 1;
-    while (per < 32 && count * per * 2 <= threads)
-        per *= 2;
-    const unsigned which = threadIdx.x / per;
-    const unsigned part = threadIdx.x % per;
+    int log_per = 0; /* a shift, since a division by what is not a constant is much code */
+    while (log_per < 5 && count << (log_per + 1) <= threads)
+        log_per++;
+    const unsigned per = 1u << log_per;
+    const unsigned which = threadIdx.x >> log_per;
+    const unsigned part = threadIdx.x & (per - 1);
     unsigned ahead = 0;
     if (which < count) {
         const select_candidate mine = s.box.ranked[which];
@@ -332,37 +336,60 @@ static __device__ __noinline__ void select_settle_ties(select_state &s, select_p
     __syncthreads();
 }
 
+/* The cut's bits of this round's digit are the bin; by one thread. Returns in every thread whether
+ * they are: the first round may have to be done anew. */
+__device__ inline bool select_decide(select_state &s, int round, const select_digit &d)
+{
+    const unsigned bin = s.bin;
+    if (round == select_round_window && (bin == 0 || bin == select_bins - 1))
+        return false;
+    if (threadIdx.x == 0) {
+        if (round == select_round_window)
+            s.cut.key = (bin + select_window_base) << d.shift;
+        else if (d.number == 0)
+            s.cut.key |= bin << d.shift;
+        else
+            select_decide_tie(s.cut, d, bin);
+    }
+    __syncthreads();
+    return true;
+}
+
 /* Finds the k-th best token of the unit: the tokens to keep are those whose keys are not below
  * s.cut.key, once this returns. The first digit is counted already. */
-template <int threads>
+template <int threads, bool crews>
 __device__ void select_find_cut(const select_crew &crew, select_state &s, const select_part &p)
 {
     /* Another round costs a crew of several more than a crew of one. */
     const unsigned few = crew.size > 1 ? select_ranked : max(32, threads / 8);
-    const bool has_second = select_has_second(s.task);
     unsigned wanted = s.task.keep;
     uint32_t parity = 0;
-    int round = 0;
+    int round = select_round_window;
 #pragma unroll 1 /* the code should fit the instruction cache */
-    for (; round < select_rounds; round++) {
+    for (;;) {
         const select_digit d = select_digit_of(round);
-        if (d.number == 1 && !has_second)
-            continue;
-        if (round > 0)
+        if (round > select_round_window)
             select_count(s, p, d);
-        select_find_bin<threads>(crew, s, d, wanted, parity);
+        select_find_bin<threads, crews>(crew, s, wanted, parity);
         parity ^= 1;
+        if (!select_decide(s, round, d)) {
+            round = select_round_whole;
+            continue;
+        }
         wanted -= s.above;
         const unsigned inside = s.inside;
         if (inside == wanted) /* the whole bin is kept: its lower end is the cut */
             break;
         if (inside <= few) {
-            select_gather<threads>(crew, s, p, d, inside);
+            select_gather<crews>(crew, s, p, d, inside);
             select_rank<threads>(s, p, inside, wanted);
             break;
         }
+        round = round == select_round_whole - 1 ? int(select_round_ties) : round + 1;
+        if (round == select_round_ties && !select_has_second(s.task))
+            round += 6; /* on to raw scores */
     }
-    if (round >= select_key_rounds)
+    if (round >= select_round_ties)
         select_settle_ties(s, p);
 }
 

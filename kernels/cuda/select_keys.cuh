@@ -18,27 +18,30 @@
 
 #include "kernels/cuda/device.cuh"
 
-/* What selection needs to know of a unit. Kernels keep it in registers, since the compiler must
- * take memory for changing; rarely used functions out of line read a copy in shared memory. */
+/* What selection needs to know of a unit; made by the host. Kernels keep it in registers, since the
+ * compiler must take memory for changing; rarely used functions out of line read a copy in shared
+ * memory. */
 struct select_task {
     const float *scores;
     const unsigned *mask;
+    const int *exponent;
     float *scores_out;
     int32_t *keep_out;
     uint32_t *keys; /* NULL: shared memory */
     uint32_t n;
+    uint32_t window;
     uint32_t keep;
     uint32_t first_index;
     uint32_t protected_end;   /* tokens before it, */
     uint32_t protected_begin; /* or from here on, are protected */
-    uint32_t lone_key;        /* and this one; ~0: none */
+    uint32_t lone_key;        /* and this one; ~0: none. Known after scoring, if there is a mask */
     uint32_t scope_begin;     /* of pooling */
     uint32_t scope_end;
     uint32_t kernel;      /* 1: no pooling */
     uint32_t plain_begin; /* candidates whose max of 11 is pooled, and nothing else to do */
     uint32_t plain_end;
-    bool average;
-    float descale; /* applied twice */
+    uint32_t average;
+    float descale; /* applied twice; known after scoring */
 };
 
 /* ---- pooling ---- */
@@ -207,14 +210,11 @@ __device__ inline uint4 select_plain_keys(const float *window)
             select_raw_bits(best.w) + 2};
 }
 
-/* ---- the task ---- */
+/* ---- the lone key ---- */
 
-/* The key that is the only one some row sees, or ~0. Without a mask that is key 0, if the window
- * is the whole block. */
+/* The key that is the only one some row sees, or ~0. */
 __device__ inline uint32_t select_lone_key(const unsigned *mask, uint32_t n, uint32_t window)
 {
-    if (!mask)
-        return window == n ? 0 : ~0u;
     uint32_t first = ~0u;
     for (uint32_t i = 0; i < n; i++) {
         if (i % 32 == 0 && mask[i / 32] == ~0u) {
@@ -228,33 +228,6 @@ __device__ inline uint32_t select_lone_key(const unsigned *mask, uint32_t n, uin
         first = i;
     }
     return first;
-}
-
-/* What is known before scoring ends. */
-__device__ inline select_task select_task_of(const dkv_cu_block &block, const dkv_cu_unit &unit)
-{
-    select_task t;
-    t.scores = unit.scores;
-    t.mask = unit.mask;
-    t.scores_out = unit.scores_out;
-    t.keep_out = unit.keep_out;
-    t.keys = unit.keys;
-    t.n = block.n_valid;
-    t.keep = block.keep;
-    t.first_index = block.valid_from;
-    t.protected_end = block.sinks;
-    t.protected_begin = block.n_valid - block.recent;
-    t.scope_begin = block.pool_prefix ? block.sinks : 0;
-    t.scope_end = block.pool_prefix ? t.protected_begin : t.n;
-    t.kernel = block.pool == DKV_POOL_NONE ? 1 : block.kernel;
-    t.average = block.pool == DKV_POOL_AVG;
-    t.lone_key = ~0u;
-    t.plain_begin = max(t.scope_begin, t.protected_end);
-    t.plain_end = t.average || t.kernel != 11 || t.mask || t.scores_out || block.window == t.n
-                      ? 0
-                      : min(t.scope_end, t.protected_begin);
-    t.descale = 0.0f;
-    return t;
 }
 
 #endif

@@ -43,11 +43,19 @@ const dkv_cu_block &block_of(const dkv_cu_wave *wave, uint32_t unit)
     return wave->blocks_host[wave->units_host[unit].block];
 }
 
+uint32_t log2_of(uint32_t size)
+{
+    uint32_t log_size = 0;
+    while (size >> (log_size + 1))
+        log_size++;
+    return log_size;
+}
+
 /* A power of two, so that crews fit together in clusters. */
 uint32_t crew_size(uint32_t n, uint32_t share, uint32_t largest)
 {
     uint32_t size = 1;
-    while (n > alone_tokens && size < largest && select_share(n, size) > share)
+    while (n > alone_tokens && size < largest && select_share(n, log2_of(size)) > share)
         size *= 2;
     return size;
 }
@@ -81,7 +89,7 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
     uint32_t keys = 0;
     for (uint32_t u = 0; u < wave->n_units; u++) {
         const uint32_t n = block_of(wave, u).n_valid;
-        const uint32_t share = select_share(n, crew_size(n, s.share, device->cluster_max));
+        const uint32_t share = select_share(n, log2_of(crew_size(n, s.share, device->cluster_max)));
         longest = n > longest ? n : longest;
         tokens = share > tokens ? share : tokens;
         if (!wave->units_host[u].keys && share > keys)
@@ -95,6 +103,33 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
         s.threads = select_crowd_threads;
     s.shared_bytes = shared_bytes_of(s.cluster, s.pool_tokens, keys);
     return s;
+}
+
+select_task task_of(const dkv_cu_block &block, const dkv_cu_unit &unit)
+{
+    select_task t = {};
+    t.scores = unit.scores;
+    t.mask = unit.mask;
+    t.exponent = unit.exponent;
+    t.scores_out = unit.scores_out;
+    t.keep_out = unit.keep_out;
+    t.keys = unit.keys;
+    t.n = block.n_valid;
+    t.window = block.window;
+    t.keep = block.keep;
+    t.first_index = block.valid_from;
+    t.protected_end = block.sinks;
+    t.protected_begin = block.n_valid - block.recent;
+    t.lone_key = block.window == block.n_valid ? 0 : ~0u;
+    t.scope_begin = block.pool_prefix ? block.sinks : 0;
+    t.scope_end = block.pool_prefix ? t.protected_begin : t.n;
+    t.kernel = block.pool == DKV_POOL_NONE ? 1 : block.kernel;
+    t.average = block.pool == DKV_POOL_AVG;
+    t.plain_begin = t.scope_begin > t.protected_end ? t.scope_begin : t.protected_end;
+    const bool plain = !t.average && t.kernel == 11 && !t.mask && !t.scores_out &&
+                       t.lone_key == ~0u;
+    t.plain_end = !plain ? 0 : t.scope_end < t.protected_begin ? t.scope_end : t.protected_begin;
+    return t;
 }
 
 /* `attributes` has room for two. */
@@ -122,15 +157,12 @@ cudaLaunchConfig_t launch_config(const shape &s, bool may_start_early,
 }
 
 /* Raises a kernel's limits. */
-cudaError_t prepare_kernel(const dkv_cu_device *device, uint32_t threads,
+cudaError_t prepare_kernel(const dkv_cu_device *device, const void *kernel,
                            cudaFuncAttributes *attributes)
 {
-    cudaError_t error = cudaFuncSetAttribute(select_kernel(threads),
-                                             cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                             device->shared_bytes_max);
-    if (error == cudaSuccess)
-        error = cudaFuncGetAttributes(attributes, select_kernel(threads));
-    return error;
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, device->shared_bytes_max);
+    return error == cudaSuccess ? cudaFuncGetAttributes(attributes, kernel) : error;
 }
 
 } // namespace
@@ -138,15 +170,18 @@ cudaError_t prepare_kernel(const dkv_cu_device *device, uint32_t threads,
 extern "C" cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device)
 {
     cudaFuncAttributes attributes = {};
-    cudaError_t error = prepare_kernel(device, select_crowd_threads, &attributes);
+    const void *with_crews = select_kernel(select_threads, true);
+    cudaError_t error = prepare_kernel(device, select_kernel(select_crowd_threads, false),
+                                       &attributes);
     if (error == cudaSuccess)
-        error = prepare_kernel(device, select_threads, &attributes);
+        error = prepare_kernel(device, select_kernel(select_threads, false), &attributes);
+    if (error == cudaSuccess)
+        error = prepare_kernel(device, with_crews, &attributes);
     device->cluster_max = 1;
     if (error != cudaSuccess || attributes.ptxVersion < 90) /* code without clusters */
         return error;
     device->waits_for_scores = true;
-    error = cudaFuncSetAttribute(select_kernel(select_threads),
-                                 cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    error = cudaFuncSetAttribute(with_crews, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     for (uint32_t size = select_crew_max; error == cudaSuccess && size > 1; size /= 2) {
         int fit = 0;
         const shape largest = {0,          size,
@@ -154,9 +189,7 @@ extern "C" cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device)
                                least_pool, static_cast<size_t>(device->shared_bytes_max)};
         cudaLaunchAttribute room[2];
         const cudaLaunchConfig_t config = launch_config(largest, false, room);
-        if (cudaOccupancyMaxActiveClusters(&fit, select_kernel(select_threads), &config) ==
-                cudaSuccess &&
-            fit > 0) {
+        if (cudaOccupancyMaxActiveClusters(&fit, with_crews, &config) == cudaSuccess && fit > 0) {
             device->cluster_max = size;
             break;
         }
@@ -167,32 +200,36 @@ extern "C" cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device)
 
 extern "C" bool dkv_cu_select_needs_keys(const struct dkv_cu_device *device, uint32_t n_valid)
 {
-    return select_share(n_valid, device->cluster_max) > shared_tokens(device);
+    return select_share(n_valid, log2_of(device->cluster_max)) > shared_tokens(device);
 }
 
 extern "C" size_t dkv_cu_select_extra_bytes(const struct dkv_cu_device *device,
                                             const struct dkv_cu_wave *wave)
 {
-    return sizeof(select_seat) * shape_of(device, wave).n_seats;
+    return sizeof(select_task) * wave->n_units +
+           sizeof(select_seat) * shape_of(device, wave).n_seats;
 }
 
-/* The largest crews first: each then begins at a multiple of its size, and short units fill up. */
+/* Tasks, then seats. The largest crews first: each then begins at a multiple of its size, and short
+ * units fill up. */
 extern "C" void dkv_cu_select_fill(const struct dkv_cu_device *device,
                                    const struct dkv_cu_wave *wave, void *extra)
 {
     const shape s = shape_of(device, wave);
-    select_seat *seats = static_cast<select_seat *>(extra);
+    select_task *tasks = static_cast<select_task *>(extra);
+    select_seat *seats = reinterpret_cast<select_seat *>(tasks + wave->n_units);
     uint32_t at = 0;
+    for (uint32_t u = 0; u < wave->n_units; u++)
+        tasks[u] = task_of(block_of(wave, u), wave->units_host[u]);
     for (uint32_t size = s.cluster; size > 0; size /= 2)
         for (uint32_t u = 0; u < wave->n_units; u++) {
             if (crew_size(block_of(wave, u).n_valid, s.share, device->cluster_max) != size)
                 continue;
             for (uint32_t rank = 0; rank < size; rank++)
-                seats[at++] = {u, wave->units_host[u].block, static_cast<uint16_t>(rank),
-                               static_cast<uint16_t>(size)};
+                seats[at++] = {u, static_cast<uint16_t>(rank), static_cast<uint16_t>(size)};
         }
     while (at < s.n_seats)
-        seats[at++] = {0, 0, 0, 0};
+        seats[at++] = {0, 0, 0};
 }
 
 extern "C" cudaError_t dkv_cu_select_launch(const struct dkv_cu_device *device,
@@ -203,8 +240,8 @@ extern "C" cudaError_t dkv_cu_select_launch(const struct dkv_cu_device *device,
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = launch_config(s, device->waits_for_scores, attributes);
     config.stream = stream;
-    struct dkv_cu_wave w = *wave;
-    const select_seat *seats = static_cast<const select_seat *>(extra_device);
-    void *arguments[] = {&w.blocks, &w.units, &seats, &s.cluster, &s.pool_tokens};
-    return cudaLaunchKernelExC(&config, select_kernel(s.threads), arguments);
+    const select_task *tasks = static_cast<const select_task *>(extra_device);
+    const select_seat *seats = reinterpret_cast<const select_seat *>(tasks + wave->n_units);
+    void *arguments[] = {&tasks, &seats, &s.cluster, &s.pool_tokens};
+    return cudaLaunchKernelExC(&config, select_kernel(s.threads, s.cluster > 1), arguments);
 }

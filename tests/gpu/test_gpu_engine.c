@@ -310,6 +310,40 @@ static void among_equals_the_lower_index_is_kept(void **state)
     }
 }
 
+/* Lengths that are no multiple of four, with the last tokens unprotected and no scores asked for.
+ */
+static void the_last_tokens_of_any_length_are_candidates(void **state)
+{
+    (void)state;
+    const uint64_t sizes[] = {1021, 1022, 1023, 4099, 40001};
+    for (size_t s = 0; s < sizeof(sizes) / sizeof(sizes[0]); s++) {
+        struct fixture f;
+        const uint64_t n = sizes[s];
+        make(&f,
+             (struct dkv_shape){.q_heads = 2,
+                                .kv_heads = 1,
+                                .head_dim = 16,
+                                .q_rows = 8,
+                                .n_tokens = n,
+                                .q_dtype = DKV_BF16},
+             "8", 41);
+        dkv_case_param(&f.dense, "recent", "0");
+        dkv_case_plan(&f.dense);
+        for (uint64_t t = 0; t < n; t++)
+            for (uint64_t e = 0; e < 16; e++)
+                dkv_case_set(&f.dense, DKV_VALUE, 0, t, e, t == n - 1 ? 5 : 1);
+        lay_out(&f, &on_device);
+        float *scores = f.item.scores_out;
+        f.item.scores_out = NULL;
+        run(&f.item, 1);
+        f.item.scores_out = scores;
+        const uint64_t k = f.laid.plan.keep_tokens;
+        for (uint64_t i = 1; i <= 6; i++) /* those that the last one's score is pooled into */
+            assert_int_equal(f.item.keep_out[k - i], n - i);
+        drop(&f);
+    }
+}
+
 static void one_token(void **state)
 {
     (void)state;
@@ -414,6 +448,7 @@ int main(void)
         cmocka_unit_test(five_hundred_and_twelve_rows_of_512),
         cmocka_unit_test(blocks_of_up_to_two_million_tokens),
         cmocka_unit_test(among_equals_the_lower_index_is_kept),
+        cmocka_unit_test(the_last_tokens_of_any_length_are_candidates),
         cmocka_unit_test(one_token),
         cmocka_unit_test(a_batch_of_128_blocks_gives_the_bits_of_each_alone),
         cmocka_unit_test(two_batches_may_be_in_flight),
