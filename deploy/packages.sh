@@ -41,7 +41,8 @@ command -v dpkg-query >/dev/null 2>&1 || {
 }
 
 installed() {
-    [ "$(dpkg-query -W -f='${db:Status-Status}' "$1" 2>/dev/null)" = installed ]
+    # one line for each architecture that has it
+    dpkg-query -W -f='${db:Status-Status}\n' "$1" 2>/dev/null | grep -qx installed
 }
 
 missing=
