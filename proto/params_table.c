@@ -50,14 +50,14 @@ static const char *const counts_protected_words[] = {"false", "true", NULL};
                         lo,                                                            \
                         hi,                                                            \
                         or_zero}
-#define LIST(ID, member, help)                                                                 \
-    [DKV_PARAM_##ID] = {{DKV_PARAM_##ID, #member, DKV_VALUE_STRING,                            \
-                         "numbers of 0.." COUNT_RANGE " with commas between", "tokens", help}, \
-                        DKV_FIELD_LIST,                                                        \
-                        offsetof(struct dkv_params, member),                                   \
-                        NULL,                                                                  \
-                        0,                                                                     \
-                        0,                                                                     \
+#define LIST(ID, member, help)                                                           \
+    [DKV_PARAM_##ID] = {{DKV_PARAM_##ID, #member, DKV_VALUE_STRING,                      \
+                         "numbers of 0.." COUNT_RANGE " with commas between", "", help}, \
+                        DKV_FIELD_LIST,                                                  \
+                        offsetof(struct dkv_params, member),                             \
+                        NULL,                                                            \
+                        0,                                                               \
+                        0,                                                               \
                         false}
 #define INT(ID, member, lo, hi, range, unit, help) \
     NUMBER(ID, member, DKV_VALUE_INT, DKV_FIELD_INT, lo, hi, false, range, unit, help)

@@ -20,6 +20,11 @@ for command in "${@:-}"; do
     # shellcheck disable=SC2086 # no command is no word
     "$program" $command --help >"$scratch/help"
     cat "$scratch/help" >>"$scratch/all-help"
+    # An option that is there twice, as a scoring parameter and otherwise, hides its second form.
+    for option in $(grep -oE '^ +(-., )?--[a-z][a-z0-9-]*' "$scratch/help" | grep -oE -- '--.*' | sort | uniq -d); do
+        echo "$(basename "$program") $command has $option twice"
+        missing=1
+    done
     for option in $(grep -oE '(^|[ ,])--[a-z][a-z0-9-]*' "$scratch/help" | tr -d ' ,' | sort -u); do
         [ "$option" = --usage ] && continue
         grep -qE -- "$option([^a-z-]|\$)" "$scratch/text" ||

@@ -35,7 +35,7 @@ static bool take_number(struct dkv_bench_options *o, int val, const char *text)
 {
     switch (val) {
     case OPT_BATCH: return dkv_option_int("batch", text, 1, DKV_BLOCKS_MAX, &o->batch);
-    case OPT_LAYERS: return dkv_option_int("layers", text, 1, 1024, &o->layers);
+    case OPT_LAYERS: return dkv_option_int("cache-layers", text, 1, 1024, &o->layers);
     case OPT_Q_HEADS: return dkv_option_int("q-heads", text, 1, DKV_HEADS_MAX, &o->q_heads);
     case OPT_KV_HEADS: return dkv_option_int("kv-heads", text, 1, DKV_HEADS_MAX, &o->kv_heads);
     case OPT_HEAD_DIM: return dkv_option_int("head-dim", text, 8, DKV_HEAD_DIM_MAX, &o->head_dim);
@@ -80,7 +80,7 @@ static int check_options(struct dkv_bench_options *o)
     }
     if (o->layers > 0 &&
         (o->batch != 1 || (o->memory != NULL && strcmp(o->memory, "inline") == 0))) {
-        dkv_complain("--layers: not together with %s",
+        dkv_complain("--cache-layers: not together with %s",
                      o->batch != 1 ? "--batch" : "--memory inline");
         return EX_USAGE;
     }
@@ -271,7 +271,7 @@ int dkv_cmd_bench(int argc, const char **argv)
     // clang-format off
     struct poptOption block[] = {
         {"batch", 0, POPT_ARG_STRING, NULL, OPT_BATCH, "Sequences in one request (1)", "N"},
-        {"layers", 0, POPT_ARG_STRING, NULL, OPT_LAYERS, "Layers of a registered cache in one request, instead of sequences; unix:/// only", "N"},
+        {"cache-layers", 0, POPT_ARG_STRING, NULL, OPT_LAYERS, "Layers of a registered cache in one request, instead of sequences; unix:/// only", "N"},
         {"q-heads", 0, POPT_ARG_STRING, NULL, OPT_Q_HEADS, "Query heads (32)", "N"},
         {"kv-heads", 0, POPT_ARG_STRING, NULL, OPT_KV_HEADS, "KV heads (8)", "N"},
         {"head-dim", 0, POPT_ARG_STRING, NULL, OPT_HEAD_DIM, "Dimension of a head (128)", "N"},

@@ -50,7 +50,7 @@ struct dkv_block_set {
     void *query;
     void *key;
     void *value;
-    struct dropkv_cache *registered; /* with --layers: the client's */
+    struct dropkv_cache *registered; /* with --cache-layers: the client's */
     struct dropkv_stash *stash;
 };
 
@@ -98,7 +98,8 @@ uint64_t dkv_bench_request_bytes(const struct dkv_bench_options *options);
 /* What one request costs the engine: two passes over keys and values for every query row used. */
 double dkv_bench_multiply_adds(const struct dkv_bench_options *options);
 
-/* bench_prompt.c: with --layers a set is an engine's cache, its layers one behind the other. */
+/* bench_prompt.c: with --cache-layers a set is an engine's cache, its layers one behind the other.
+ */
 int dkv_bench_register(struct dkv_bench *b, struct dkv_block_set *set);
 enum dropkv_status dkv_bench_submit_prompt(struct dkv_bench *b, const struct dkv_block_set *set,
                                            void *user, struct dropkv_error *error);

@@ -1,6 +1,6 @@
-/* bench --layers: one message for all layers of a prompt, as a serving engine sends it. The memory
- * is that of a batch of as many sequences, which lie one behind the other like layers; the query
- * rows are a ring that is full and begins at its first row. */
+/* bench --cache-layers: one message for all layers of a prompt, as a serving engine sends it. The
+ * memory is that of a batch of as many sequences, which lie one behind the other like layers; the
+ * query rows are a ring that is full and begins at its first row. */
 #include "client/cli/bench.h"
 
 #include <stdlib.h>

@@ -28,7 +28,7 @@ struct command {
     char *rows_text;
     char *format;
     char *plot;
-    int per_layer;
+    int by_layer;
     struct dkv_param_options params;
     struct dkv_tensor_file *files;
     size_t n_files;
@@ -338,7 +338,7 @@ static int run(struct command *c, const char **paths)
     if (c->plot != NULL && dkv_compare_plot(&c->table, c->plot, &error) != DKV_OK)
         return dkv_fail(c->plot, &error);
     if (c->format == NULL || strcmp(c->format, "table") == 0)
-        dkv_compare_print(&c->table, c->per_layer != 0, stdout);
+        dkv_compare_print(&c->table, c->by_layer != 0, stdout);
     else if (dkv_compare_json(&c->table, stdout, &error) != DKV_OK)
         return dkv_fail(NULL, &error);
     return fflush(stdout) == 0 ? EX_OK : EX_IOERR;
@@ -379,7 +379,7 @@ int dkv_cmd_compare(int argc, const char **argv)
         {"policies", 'p', POPT_ARG_STRING, &c.policies_text, 0, "Policies with commas between, or all [" DEFAULT_POLICIES "]", "LIST"},
         {"rows", 0, POPT_ARG_STRING, &c.rows_text, 0, "Last query rows whose outputs are compared [8]", "N"},
         {"format", 'f', POPT_ARG_STRING, &c.format, 0, "table or json", "FORMAT"},
-        {"per-layer", 0, POPT_ARG_NONE, &c.per_layer, 0, "Table: one row for each layer", NULL},
+        {"by-layer", 0, POPT_ARG_NONE, &c.by_layer, 0, "Table: one row for each layer", NULL},
         {"plot", 0, POPT_ARG_STRING, &c.plot, 0, "Also draw error against budget and what is kept, into FILE.svg or FILE.png", "FILE"},
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, dkv_param_option_table(), 0, "Scoring parameters, for all policies (--keep-ratio takes a list):", NULL},
         POPT_AUTOHELP

@@ -43,7 +43,7 @@ const int32_t *dkv_compare_kept(const struct dropkv_result *result, uint64_t hea
 double dkv_compare_overlap(const struct dkv_comparison_table *table, size_t a, size_t b,
                            size_t ratio);
 
-void dkv_compare_print(const struct dkv_comparison_table *table, bool per_layer, FILE *stream);
+void dkv_compare_print(const struct dkv_comparison_table *table, bool by_layer, FILE *stream);
 enum dkv_status dkv_compare_json(const struct dkv_comparison_table *table, FILE *stream,
                                  struct dkv_error *err);
 

@@ -50,12 +50,12 @@ static void print_overlaps(const struct dkv_comparison_table *table, FILE *strea
     }
 }
 
-void dkv_compare_print(const struct dkv_comparison_table *table, bool per_layer, FILE *stream)
+void dkv_compare_print(const struct dkv_comparison_table *table, bool by_layer, FILE *stream)
 {
     print_header(table, "policy", stream);
     for (size_t p = 0; p < table->n_policies; p++) {
         print_row(table, p, table->policies[p], SIZE_MAX, stream);
-        for (size_t l = 0; per_layer && l < table->blocks->n_blocks; l++) {
+        for (size_t l = 0; by_layer && l < table->blocks->n_blocks; l++) {
             char name[64];
             snprintf(name, sizeof(name), "  %.60s", table->blocks->blocks[l].name);
             print_row(table, p, name, l, stream);

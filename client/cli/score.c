@@ -49,7 +49,7 @@ struct options {
     char *format_name;
     char *output;
     int want_scores;
-    int per_head;
+    int by_head;
     const struct format *format;
     struct dkv_param_options params;
 };
@@ -377,7 +377,7 @@ static int print_all(const struct command *c)
         .outcomes = c->outcomes,
         .n_outcomes = c->blocks.n_blocks,
         .elapsed_ns = (uint64_t)(dkv_now_ns() - c->start_ns),
-        .per_head = c->o.per_head != 0,
+        .per_head = c->o.by_head != 0,
     };
     int code = write_report(&report, c->o.format->report, c->o.output);
     if (code == EX_OK && c->o.format->one_block && c->o.want_scores)
@@ -441,7 +441,7 @@ int dkv_cmd_score(int argc, const char **argv)
         {"format", 'f', POPT_ARG_STRING, &o->format_name, 0, "table, json, safetensors or npy", "FORMAT"},
         {"output", 'o', POPT_ARG_STRING, &o->output, 0, "Write there instead of standard output", "FILE"},
         {"scores", 's', POPT_ARG_NONE, &o->want_scores, 0, "Report every token's raw score too", NULL},
-        {"per-head", 0, POPT_ARG_NONE, &o->per_head, 0, "Table: one row per KV head", NULL},
+        {"by-head", 0, POPT_ARG_NONE, &o->by_head, 0, "Table: one row for each KV head", NULL},
         POPT_TABLEEND,
     };
     struct poptOption table[] = {

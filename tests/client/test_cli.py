@@ -173,8 +173,8 @@ class Embedded(Case):
         self.assertNotIn("\033", "\n".join(lines))
         plain = self.ok(embedded(DUMP, LC_ALL="C")).decode("ascii")
         self.assertIn("@", plain)
-        per_head = self.ok(embedded(DUMP, "--per-head")).decode().splitlines()
-        self.assertEqual(len([line for line in per_head if line.startswith("layers.")]), 12)
+        by_head = self.ok(embedded(DUMP, "--by-head")).decode().splitlines()
+        self.assertEqual(len([line for line in by_head if line.startswith("layers.")]), 12)
 
     def test_shares_of_the_table_are_those_of_the_indices(self):
         lines = self.ok(embedded(DUMP, "--sinks", "4", "--keep-tokens", "48", "--recent", "12")).decode().splitlines()
@@ -242,7 +242,7 @@ class Embedded(Case):
 class Failures(Case):
     def test_usage_errors_exit_64(self):
         self.assertEqual(run().returncode, 64)
-        self.fails(run("scroe"), 64, "'scroe'", "score, bench, info, health")
+        self.fails(run("scroe"), 64, "'scroe'", "score, compare, bench, info, health")
         self.fails(embedded(), 64, "no dump")
         self.fails(embedded(DUMP, "--colour", "1"), 64, "--colour")
         self.fails(embedded(DUMP, "--window"), 64, "--window")
@@ -396,14 +396,14 @@ class OverHttp(Case):
 
     def test_all_layers_of_a_registered_cache_are_one_request(self):
         block = ["--q-heads", "4", "--kv-heads", "2", "--head-dim", "64", "--tokens", "512", "--warmup", "0"]
-        done = run("bench", "-e", self.socket, *block, "--layers", "5", "--duration", "0.1", "--format", "json")
+        done = run("bench", "-e", self.socket, *block, "--cache-layers", "5", "--duration", "0.1", "--format", "json")
         report = json.loads(self.ok(done))
         self.assertEqual((report["errors"], report["block"]["batch"]), (0, 5))
         self.assertAlmostEqual(report["blocks_per_s"] * report["duration_s"], 5 * report["requests"], delta=1)
         self.assertTrue(report["backend"].startswith("cpu/"))
         for endpoint in (self.url, "embedded:"):
-            self.fails(run("bench", "-e", endpoint, *block, "--layers", "5"), 65, "unix:///")
-        self.fails(run("bench", "-e", self.socket, "--layers", "5", "--batch", "2"), 64, "--batch")
+            self.fails(run("bench", "-e", endpoint, *block, "--cache-layers", "5"), 65, "unix:///")
+        self.fails(run("bench", "-e", self.socket, "--cache-layers", "5", "--batch", "2"), 64, "--batch")
 
     def test_info_and_health(self):
         told = json.loads(self.ok(run("info", "-e", self.url, "--format", "json")))

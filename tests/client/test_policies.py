@@ -71,6 +71,8 @@ class Policies(unittest.TestCase):
         self.assertGreater(lengths[0], lengths[-1])
         blocks = self.everywhere("--layers", "fixed", "--per-layer", "100,90,80,70,60,50")
         self.assertEqual([len(block["keep_indices"][0][1]) for block in blocks], [100, 90, 80, 70, 60, 50])
+        blocks = self.everywhere("--layers", "fixed", "--per-head", "40,90")
+        self.assertEqual([[len(kept) for kept in block["keep_indices"][0]] for block in blocks], [[40, 90]] * 6)
 
     def compare(self, *options):
         return subprocess.run([CLIENT, "compare", "--endpoint", "embedded:", DUMP, *options],
