@@ -335,8 +335,10 @@ static int run(struct command *c, const char **paths)
     if (code != EX_OK)
         return code;
     c->table.elapsed_s = (double)(dkv_now_ns() - start_ns) / 1e9;
+#ifdef DKV_HAVE_PLOT
     if (c->plot != NULL && dkv_compare_plot(&c->table, c->plot, &error) != DKV_OK)
         return dkv_fail(c->plot, &error);
+#endif
     if (c->format == NULL || strcmp(c->format, "table") == 0)
         dkv_compare_print(&c->table, c->by_layer != 0, stdout);
     else if (dkv_compare_json(&c->table, stdout, &error) != DKV_OK)
@@ -380,7 +382,9 @@ int dkv_cmd_compare(int argc, const char **argv)
         {"rows", 0, POPT_ARG_STRING, &c.rows_text, 0, "Last query rows whose outputs are compared [8]", "N"},
         {"format", 'f', POPT_ARG_STRING, &c.format, 0, "table or json", "FORMAT"},
         {"by-layer", 0, POPT_ARG_NONE, &c.by_layer, 0, "Table: one row for each layer", NULL},
+#ifdef DKV_HAVE_PLOT
         {"plot", 0, POPT_ARG_STRING, &c.plot, 0, "Also draw error against budget and what is kept, into FILE.svg or FILE.png", "FILE"},
+#endif
         {NULL, 0, POPT_ARG_INCLUDE_TABLE, dkv_param_option_table(), 0, "Scoring parameters, for all policies (--keep-ratio takes a list):", NULL},
         POPT_AUTOHELP
         POPT_TABLEEND,
