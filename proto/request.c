@@ -388,11 +388,29 @@ static enum dkv_status judge_block(const struct dkv_request *request, uint32_t i
     return dkv_plan_budget(block, params, plan, err);
 }
 
+/* layers=cake deals one total to all blocks, so what is dealt of and what is protected is the same
+ * in each. */
+static enum dkv_status check_alike(const struct dkv_params *params, const struct dkv_plan *plan,
+                                   const struct dkv_plan *first, struct dkv_error *err)
+{
+    if (params->layers != DKV_LAYERS_CAKE ||
+        (plan->n_valid == first->n_valid && plan->keep_tokens == first->keep_tokens &&
+         plan->sinks == first->sinks && plan->recent == first->recent))
+        return DKV_OK;
+    return dkv_error_set(
+        err, DKV_E_INVALID,
+        "layers: cake needs blocks alike: %llu tokens, %llu protected, %llu to "
+        "keep, block 0 has %llu, %llu, %llu",
+        (unsigned long long)plan->n_valid, (unsigned long long)(plan->sinks + plan->recent),
+        (unsigned long long)plan->keep_tokens, (unsigned long long)first->n_valid,
+        (unsigned long long)(first->sinks + first->recent), (unsigned long long)first->keep_tokens);
+}
+
 enum dkv_status dkv_request_validate(const struct dkv_request *request, struct dkv_plan *plans_out,
                                      struct dkv_error *err)
 {
     struct dkv_error why;
-    struct dkv_plan plan;
+    struct dkv_plan plan, first;
     enum dkv_status status = dkv_params_check(&request->params, err);
 
     if (status == DKV_OK)
@@ -401,6 +419,10 @@ enum dkv_status dkv_request_validate(const struct dkv_request *request, struct d
         return status;
     for (uint32_t i = 0; i < request->n_blocks; i++) {
         status = judge_block(request, i, &plan, &why);
+        if (i == 0)
+            first = plan;
+        if (status == DKV_OK)
+            status = check_alike(&request->params, &plan, &first, &why);
         if (status != DKV_OK && request->n_blocks > 1)
             return dkv_error_set(err, status, "block %u: %s", i, why.text);
         if (status != DKV_OK)

@@ -219,8 +219,10 @@ static uint64_t capacity_of(const struct dkv_block *block, const struct share *s
     if (share->params->layers == DKV_LAYERS_CAKE) /* one layer may take what all have */
         each = min_u64(share->n,
                        share->protect + (each - min_u64(each, share->protect)) * plan->n_blocks);
-    if (share->params->heads == DKV_HEADS_ADAKV_MIX) /* rounded for each head */
-        each = min_u64(share->n, each + share->chunk);
+    /* The mix is rounded for each head, and does not take from one head what min_keep, or protected
+     * tokens that are masked, give to another: together that is once more the mean at most. */
+    if (share->params->heads == DKV_HEADS_ADAKV_MIX)
+        each = min_u64(share->n, 2 * each + share->chunk);
     return block->kv_heads * each;
 }
 

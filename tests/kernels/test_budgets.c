@@ -187,6 +187,7 @@ static void budgets_that_make_no_sense_are_refused_by_name(void **state)
         {"heads=global gqa=layer", "heads"},
         {"layers=cake", "layers"},
         {"granularity=64 recent=100 keep_tokens=5 on_conflict=budget", "granularity"},
+        {"granularity=64 nonfinite=mask", "nonfinite"},
         {"policy=criticalkv granularity=4", "granularity"},
         {"policy=snapkv eps=0.5", "eps"},
         {"policy=snapkv reduce=ema_first", "reduce"},
@@ -198,6 +199,44 @@ static void budgets_that_make_no_sense_are_refused_by_name(void **state)
         assert_int_equal(plan(bad[i][0], 500, 3, plans, &err), DKV_E_INVALID);
         if (strstr(err.text, bad[i][1]) == NULL)
             fail_msg("'%s' says '%s'", bad[i][0], err.text);
+    }
+}
+
+/* Its total would be dealt of more, or less, than a block has. */
+static void layers_that_share_a_budget_are_alike(void **state)
+{
+    (void)state;
+    static const struct {
+        uint64_t n_tokens[2], valid_from[2], q_rows[2];
+        enum dkv_status status;
+    } cases[] = {
+        {{64, 64}, {0, 0}, {8, 8}, DKV_OK},         {{64, 300}, {0, 0}, {8, 8}, DKV_E_INVALID},
+        {{300, 64}, {0, 0}, {8, 8}, DKV_E_INVALID}, {{300, 20}, {0, 0}, {8, 8}, DKV_E_INVALID},
+        {{64, 64}, {0, 40}, {8, 8}, DKV_E_INVALID},
+    };
+    for (size_t i = 0; i < sizeof(cases) / sizeof(cases[0]); i++) {
+        struct dkv_block blocks[2] = {0};
+        struct dkv_plan plans[2];
+        struct dkv_error err;
+        void *memory = must_calloc(300, 32);
+        for (int l = 0; l < 2; l++)
+            blocks[l] = (struct dkv_block){
+                .q_heads = 4,
+                .kv_heads = 2,
+                .head_dim = 8,
+                .q_rows = cases[i].q_rows[l],
+                .n_tokens = cases[i].n_tokens[l],
+                .valid_from = cases[i].valid_from[l],
+                .query = dkv_view_dense(memory, 300 * 32, DKV_BF16, 8, 8),
+                .key = dkv_view_dense(memory, 300 * 32, DKV_BF16, cases[i].n_tokens[l], 8),
+                .value = dkv_view_dense(memory, 300 * 32, DKV_BF16, cases[i].n_tokens[l], 8),
+            };
+        const struct dkv_request request = {
+            params_of("policy=cake window=8 layers=cake keep_ratio=0.5"), blocks, 2, false};
+        assert_int_equal(dkv_request_validate(&request, plans, &err), cases[i].status);
+        if (cases[i].status != DKV_OK && strstr(err.text, "block 1: layers") == NULL)
+            fail_msg("%s", err.text);
+        free(memory);
     }
 }
 
@@ -308,6 +347,36 @@ static void layers_of_a_request_get_what_they_prefer(void **state)
         dkv_case_fini(&c[l]);
 }
 
+/* One head has all the best scores, the other its min_keep, and masked tokens that were protected
+ * take nothing from it: the answer has room for all of it. */
+static void a_mix_never_keeps_more_than_there_is_room_for(void **state)
+{
+    (void)state;
+    for (int masked = 0; masked < 2; masked++) {
+        struct dkv_case c;
+        struct dkv_case_answer answer;
+        make_layer(&c, 4, 1);
+        for (uint64_t t = 0; t < 300; t++)
+            for (uint64_t e = 0; e < 16; e++)
+                dkv_case_set(&c, DKV_KEY, 1, t, e, masked && t < 50 ? NAN : 100);
+        dkv_case_param(&c, "policy", "knorm");
+        dkv_case_param(&c, "heads", "adakv_mix");
+        dkv_case_param(&c, "alpha", "0");
+        dkv_case_param(&c, "keep_tokens", "60");
+        dkv_case_param(&c, masked ? "sinks" : "min_keep", "50");
+        dkv_case_param(&c, "nonfinite", "mask");
+        dkv_case_plan(&c);
+        struct dkv_scorer scorer = dkv_test_engine_open("cpu", 1);
+        dkv_case_run(&c, &scorer, &answer);
+        assert_int_equal(answer.status, DKV_OK);
+        assert_true(answer.counts[0] + answer.counts[1] > 2 * (60 + 1));
+        assert_true(answer.counts[0] + answer.counts[1] <= c.plan.keep_capacity);
+        dkv_case_answer_fini(&answer);
+        dkv_test_engine_close(&scorer);
+        dkv_case_fini(&c);
+    }
+}
+
 static void whole_pages_are_kept(void **state)
 {
     (void)state;
@@ -346,6 +415,8 @@ int main(void)
         cmocka_unit_test(fixed_budgets_are_taken_as_they_are),
         cmocka_unit_test(budgets_that_make_no_sense_are_refused_by_name),
         cmocka_unit_test(layers_of_a_request_get_what_they_prefer),
+        cmocka_unit_test(a_mix_never_keeps_more_than_there_is_room_for),
+        cmocka_unit_test(layers_that_share_a_budget_are_alike),
         cmocka_unit_test(whole_pages_are_kept),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
