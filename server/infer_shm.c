@@ -1,3 +1,5 @@
+/* Views of registered regions in place of a body: each named tensor becomes a range of its region,
+ * small vectors are copied, GPU memory becomes a loan. */
 #include "server/infer_shm.h"
 
 #include "server/shm.h"

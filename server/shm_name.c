@@ -1,3 +1,4 @@
+/* Opening an object by name, and the names that a connection of the local socket may use. */
 #include "server/shm_name.h"
 
 #include <fcntl.h>

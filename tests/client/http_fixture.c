@@ -1,3 +1,5 @@
+/* The daemon is a child process whose log tells its port; the scripted server a thread that answers
+ * from a list. */
 #include "tests/client/http_fixture.h"
 
 #include <arpa/inet.h>

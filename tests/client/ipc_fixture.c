@@ -1,3 +1,5 @@
+/* The daemon is a child process whose log tells when it listens; its socket lies in a folder of its
+ * own, which is removed at the end. */
 #include "tests/client/ipc_fixture.h"
 
 #include "client/cli/embedded.h"
