@@ -118,7 +118,8 @@ static const struct dkv_policy_info
                     .reduces = REDUCE(SUM) | REDUCE(MEAN),
                     .any_sign = true,
                     .profiles = ALL_PROFILES(.window = 32, .kernel = 1,
-                                             .sinks = 1, .recent = DKV_RECENT_WINDOW),
+                                             .sinks = 1, .recent = DKV_RECENT_WINDOW,
+                                             .heads = DKV_HEADS_GLOBAL, .granularity = 4),
                 },
             [DKV_POLICY_CRITICALKV] =
                 {

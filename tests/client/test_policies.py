@@ -64,6 +64,16 @@ class Policies(unittest.TestCase):
             if heads != "adakv_mix":
                 self.assertTrue(all(sum(pair) == 120 for pair in lengths), lengths)
 
+    def test_andpro_has_its_published_budgets_by_default(self):
+        """One cut for the layer's heads, in chunks of 4, of which the first is protected."""
+        blocks = self.everywhere("--policy", "andpro", "--keep-tokens", "100")
+        lengths = [[len(kept) for kept in block["keep_indices"][0]] for block in blocks]
+        self.assertTrue(all(sum(pair) == 200 for pair in lengths), lengths)
+        self.assertTrue(any(a != b for a, b in lengths), lengths)
+        for kept in (head for block in blocks for head in block["keep_indices"][0]):
+            self.assertEqual(kept[:4], [0, 1, 2, 3])
+            self.assertEqual(kept, [4 * (kept[4 * i] // 4) + j for i in range(len(kept) // 4) for j in range(4)])
+
     def test_a_pyramid_falls_from_layer_to_layer(self):
         blocks = self.everywhere("--policy", "snapkv", "--window", "8", "--layers", "pyramid", "--keep-tokens", "108")
         lengths = [len(block["keep_indices"][0][0]) for block in blocks]
