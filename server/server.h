@@ -38,6 +38,7 @@ struct dkv_server {
     struct dkv_auth auth;
     struct dkv_metrics metrics;
     struct dkv_arena arena; /* shared with the workers: bodies, descriptors, answers */
+    uint64_t cache_bytes;   /* of all registered caches, and those that requests still use */
     struct dkv_body_pool bodies;
     uint64_t max_body_bytes; /* the config's, or less: a body that could never be held is too large,
                                 not a reason to try again */

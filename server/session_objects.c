@@ -239,20 +239,51 @@ void dkv_cache_unref(struct dkv_cache *cache)
 {
     if (cache == NULL || --cache->n_refs > 0)
         return;
+    cache->server->cache_bytes -= cache->bytes;
     free(cache->views);
     free(cache->floats);
     free(cache);
 }
 
-static enum dkv_status new_cache(const struct dkv_wire_cache *wire, struct dkv_cache **cache_out,
+/* Caches stay, and their floats were sent here: who registers many must not fill our memory. A
+ * dropped one counts for all connections until the last request that uses it has ended. */
+static enum dkv_status check_cache_quota(const struct dkv_session *session, uint64_t bytes,
+                                         struct dkv_error *err)
+{
+    uint64_t n_bytes = bytes;
+    for (uint32_t i = 0; i < session->caches.n; i++) {
+        const struct dkv_cache *cache = session->caches.slots[i].object;
+        n_bytes += cache != NULL ? cache->bytes : 0;
+    }
+    if (n_bytes > DKV_SESSION_FLOATS)
+        return dkv_error_set(err, DKV_E_BUSY,
+                             "cache: with it this connection's caches would have %llu bytes, at "
+                             "most %llu are allowed",
+                             (unsigned long long)n_bytes, (unsigned long long)DKV_SESSION_FLOATS);
+    if (bytes > DKV_CACHES_BYTES_MAX - session->all->server->cache_bytes)
+        return dkv_error_set(err, DKV_E_BUSY,
+                             "cache: with it all caches would have more than %llu bytes",
+                             (unsigned long long)DKV_CACHES_BYTES_MAX);
+    return DKV_OK;
+}
+
+static enum dkv_status new_cache(const struct dkv_session *session,
+                                 const struct dkv_wire_cache *wire, struct dkv_cache **cache_out,
                                  struct dkv_error *err)
 {
     const uint32_t n_views = 2u * wire->n_layers;
     const uint64_t n_bytes = dkv_wire_cache_bulk_bytes(wire);
+    const uint64_t all_bytes = n_bytes + n_views * sizeof(struct dkv_wire_view);
+    const enum dkv_status status = check_cache_quota(session, all_bytes, err);
+    if (status != DKV_OK)
+        return status;
     struct dkv_cache *cache = calloc(1, sizeof(*cache));
     if (cache == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a cache");
     cache->n_refs = 1;
+    cache->server = session->all->server;
+    cache->bytes = all_bytes;
+    cache->server->cache_bytes += all_bytes;
     cache->wire = *wire;
     cache->wire.layers = NULL;
     cache->views = calloc(n_views, sizeof(*cache->views));
@@ -298,7 +329,7 @@ static enum dkv_status take_cache(struct dkv_session *session,
         status = dkv_error_set(err, DKV_E_INVALID, "cache: %u query heads, %u KV heads: 1..%u",
                                wire.q_heads, wire.kv_heads, DKV_HEADS_MAX);
     if (status == DKV_OK)
-        status = new_cache(&wire, &cache, err);
+        status = new_cache(session, &wire, &cache, err);
     if (status != DKV_OK)
         return status;
     if (message->header.bulk_bytes == 0)

@@ -17,6 +17,8 @@
 #define DKV_SESSION_FDS       512u                /* of its regions */
 #define DKV_SESSION_BYTES     (UINT64_C(8) << 40) /* of its regions: addresses that they take */
 #define DKV_SESSION_CACHES    64u
+#define DKV_SESSION_FLOATS    (UINT64_C(16) << 20) /* bytes of its caches: the largest has 12 MiB */
+#define DKV_CACHES_BYTES_MAX  (UINT64_C(1) << 29)  /* of all connections, requests in flight too */
 #define DKV_SESSION_STASHES   64u
 #define DKV_SESSION_IN_FLIGHT 256u
 
@@ -38,6 +40,8 @@ struct dkv_sessions {
 /* A registered cache; requests in flight count too. */
 struct dkv_cache {
     uint32_t n_refs;
+    struct dkv_server *server;   /* counts its bytes */
+    uint64_t bytes;              /* of views and floats */
     struct dkv_wire_cache wire;  /* without `layers` */
     struct dkv_wire_view *views; /* [n_layers][key, value] */
     float *floats;               /* the message's bulk */

@@ -128,6 +128,19 @@ class Answers(unittest.TestCase):
                  wire.view(number, 2 * n_pages * page_bytes, 32, page_bytes, page_bytes)]
         return client.ask(wire.CACHE_ADD, wire.cache(views * 2, page_tokens=8)).object()[0], entries
 
+    def test_caches_of_a_connection_have_a_bound(self):
+        """The largest there is, with scales and sinks of all heads, is taken once; dropped, it is forgotten."""
+        layers, heads = 1024, 1024
+        payload = bytearray(wire.cache([wire.view(1, 0, 32, 32)] * 2 * layers, q_heads=heads, kv_heads=heads))
+        payload[22:24] = b"\1\1"  # scales by head, sinks
+        bulk = bytes(layers * 3 * heads * 4)
+        with wire.Client(self.daemon.path) as client:
+            for _ in range(2):
+                number = client.ask(wire.CACHE_ADD, bytes(payload), bulk).object()[0]
+                status, text = client.ask(wire.CACHE_ADD, bytes(payload), bulk).error()
+                self.assertEqual((status, "16777216" in text), (wire.BUSY, True), text)
+                client.ask(wire.CACHE_DROP, struct.pack("<II", number, 0)).object()
+
     def test_registered_caches_tables_and_query_rings_have_the_same_answers(self):
         query = tensors()[:QUERY_BYTES]
         for sealed in (True, False):
