@@ -13,13 +13,16 @@
 
 /* ---- copied bytes ---- */
 
-/* The first that is large enough, else the first, which grows. */
+/* The smallest that is large enough, so that small requests leave large memory to large ones; else
+ * the first, which grows. */
 static struct dkv_ipc_bulk *take_idle(struct dkv_transport *t, uint64_t bytes)
 {
-    struct dkv_ipc_bulk **at = &t->idle_bulks;
-    while (*at != NULL && (*at)->room < bytes)
-        at = &(*at)->next;
-    if (*at == NULL)
+    struct dkv_ipc_bulk **at = NULL;
+    for (struct dkv_ipc_bulk **i = &t->idle_bulks; *i != NULL; i = &(*i)->next) {
+        if ((*i)->room >= bytes && (at == NULL || (*i)->room < (*at)->room))
+            at = i;
+    }
+    if (at == NULL)
         at = &t->idle_bulks;
     struct dkv_ipc_bulk *bulk = *at;
     if (bulk != NULL) {

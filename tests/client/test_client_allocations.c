@@ -7,6 +7,7 @@
 #include "tests/client/ipc_fixture.h"
 
 #include <setjmp.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -99,12 +100,15 @@ static struct dropkv_request make_request(const struct tensors *from, uint32_t b
     return r;
 }
 
-/* As many as the pipeline holds, of different kinds, each taken and freed. */
+/* As many as the pipeline holds, of different kinds, each taken and freed. `held`: the daemon reads
+ * nothing until all are submitted, so that as many wait to be sent as ever can. */
 static void run(struct dropkv_client *client, const struct tensors *shared,
-                const struct dropkv_prompt *prompt)
+                const struct dropkv_prompt *prompt, bool held)
 {
     struct dropkv_result *result;
     struct dropkv_error error;
+    if (held)
+        kill(dkv_test_daemon_pid, SIGSTOP);
     for (uint32_t i = 0; i < PIPELINE; i++) {
         const struct dropkv_request r = make_request(i % 4 == 3 ? &tensors : shared, 1 + i % BATCH,
                                                      i % 2);
@@ -114,6 +118,8 @@ static void run(struct dropkv_client *client, const struct tensors *shared,
         if (status != DROPKV_OK)
             fail_msg("%s", error.text);
     }
+    if (held)
+        kill(dkv_test_daemon_pid, SIGCONT);
     while (dropkv_in_flight(client) > 0) {
         if (dropkv_dispatch(client, -1, &error) != DROPKV_OK)
             fail_msg("%s", error.text);
@@ -178,10 +184,10 @@ static void a_request_like_earlier_ones_allocates_nothing(void **unused)
     memcpy(dropkv_buffer_data(buffer), &tensors, sizeof(tensors));
     assert_true(n_allocations > 0); /* they are counted */
     for (int i = 0; i < 3 * BATCH * PIPELINE; i++)
-        run(client, dropkv_buffer_data(buffer), &prompt);
+        run(client, dropkv_buffer_data(buffer), &prompt, i % PIPELINE == 0);
     const size_t before = n_allocations;
     for (int i = 0; i < N; i++)
-        run(client, dropkv_buffer_data(buffer), &prompt);
+        run(client, dropkv_buffer_data(buffer), &prompt, false);
     assert_int_equal(n_allocations - before, 0);
     dropkv_client_close(client);
     dropkv_buffer_free(buffer);
