@@ -81,6 +81,10 @@ enum dkv_oip_output {
     DKV_OIP_OUTPUTS
 };
 
+/* The tensor's name in requests and answers. Static. */
+const char *dkv_oip_input_name(enum dkv_oip_input input);
+const char *dkv_oip_output_name(enum dkv_oip_output output);
+
 enum dkv_oip_source {
     DKV_OIP_ABSENT = 0, /* an optional input that was not given */
     DKV_OIP_BINARY,     /* in the binary section */

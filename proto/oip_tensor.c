@@ -32,6 +32,16 @@ const char *const dkv_oip_output_names[DKV_OIP_OUTPUTS] = {
     [DKV_OIP_KEEP_OFFSETS] = "keep_offsets",
 };
 
+const char *dkv_oip_input_name(enum dkv_oip_input input)
+{
+    return dkv_oip_input_table[input].name;
+}
+
+const char *dkv_oip_output_name(enum dkv_oip_output output)
+{
+    return dkv_oip_output_names[output];
+}
+
 /* What all steps of reading one input need. */
 struct reader {
     const json_t *json;

@@ -8,11 +8,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const char *const input_names[DKV_OIP_INPUTS] = {
-    "query",       "key",          "value",    "sink_logits",     "key_scale",
-    "value_scale", "token_weight", "carry_in", "external_scores", "value_metric"};
-static const char *const output_names[DKV_OIP_OUTPUTS] = {"keep_indices", "scores", "keep_offsets"};
-
 static bool is_vector(int input)
 {
     return input >= DKV_OIP_SINK_LOGITS;
@@ -52,7 +47,7 @@ static enum dkv_status read_vector(struct dkv_job *job, int input, char *to,
     const struct dkv_region *region = job->shm[input];
     if (dkv_region_on_gpu(region))
         return dkv_error_set(err, DKV_E_UNSUPPORTED, "input %s: only tensors may lie on a GPU",
-                             input_names[input]);
+                             dkv_oip_input_name(input));
     const enum dkv_status status = dkv_region_read(region, tensor->offset, to, tensor->bytes, err);
     memory->regions[input].base = to;
     memory->regions[input].bytes = tensor->bytes;
@@ -69,10 +64,10 @@ static enum dkv_status find_inputs(const struct dkv_exchange *exchange, struct d
         const struct dkv_oip_tensor *tensor = &job->infer.inputs[i];
         if (tensor->source != DKV_OIP_SHM)
             continue;
-        status = use(exchange, job, i, tensor->region, input_names[i], err);
+        status = use(exchange, job, i, tensor->region, dkv_oip_input_name(i), err);
         if (status == DKV_OK)
             status = check_range(tensor->offset, tensor->bytes, job->shm[i], "input",
-                                 input_names[i], err);
+                                 dkv_oip_input_name(i), err);
         if (status != DKV_OK)
             return status;
         memory->regions[i].base = dkv_region_base(job->shm[i]);
@@ -93,16 +88,17 @@ static enum dkv_status find_outputs(const struct dkv_exchange *exchange, struct 
         const struct dkv_oip_wanted *wanted = &job->infer.outputs[i];
         if (!wanted->wanted || wanted->region[0] == '\0')
             continue;
-        status = use(exchange, job, DKV_OIP_INPUTS + i, wanted->region, output_names[i], err);
+        status = use(exchange, job, DKV_OIP_INPUTS + i, wanted->region, dkv_oip_output_name(i),
+                     err);
         if (status != DKV_OK)
             return status;
         const struct dkv_region *region = job->shm[DKV_OIP_INPUTS + i];
         if (!region->writable)
             return dkv_error_set(err, DKV_E_INVALID,
                                  "output %s: the shared memory region cannot be written",
-                                 output_names[i]);
+                                 dkv_oip_output_name(i));
         status = check_range(wanted->region_offset, wanted->region_bytes, region, "output",
-                             output_names[i], err);
+                             dkv_oip_output_name(i), err);
     }
     return status;
 }
@@ -170,7 +166,7 @@ enum dkv_status dkv_infer_shm_check(const struct dkv_exchange *exchange, const s
             return dkv_error_set(
                 err, DKV_E_INVALID,
                 "output %s: shared_memory_byte_size %" PRIu64 " should be at least %" PRIu64,
-                output_names[i], job->infer.outputs[i].region_bytes, output_bytes(job, i));
+                dkv_oip_output_name(i), job->infer.outputs[i].region_bytes, output_bytes(job, i));
     for (unsigned i = 0; i < job->n_loans; i++)
         if (job->loans[i]->loose && job->n_read_bytes > exchange->server->max_body_bytes)
             return dkv_error_set(err, DKV_E_TOO_LARGE,
