@@ -1,4 +1,4 @@
-/* What the host tells the device about a batch: the meeting point of planning (plan.c), scoring
+/* What the host tells the device about a batch: the meeting point of planning (wave.c), scoring
  * (the table of scorers) and selection.
  *
  * A batch runs as waves. A wave is a list of units, one per (block, KV head), that fit into the
