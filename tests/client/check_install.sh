@@ -31,7 +31,7 @@ lib=$(dirname "$(find "$scratch" -name libdropkv.so)")
 PKG_CONFIG_PATH=$(dirname "$pc") PKG_CONFIG_SYSROOT_DIR=$scratch
 export PKG_CONFIG_PATH PKG_CONFIG_SYSROOT_DIR
 flags="$sanitize $(pkg-config --cflags --libs dropkv)"
-for example in keep layers prompts; do
+for example in chunks keep layers prompts; do
     # shellcheck disable=SC2086 # words
     $cc -std=c99 -D_POSIX_C_SOURCE=200809L -Wall -Wextra -Werror "$root/client/examples/$example.c" \
         -o "$scratch/$example" $flags
@@ -85,6 +85,12 @@ grep -q '^KV head 0 keeps 64 of 2048 tokens:.* 1000 ' "$scratch/kept" ||
     fail "prompts failed:" "$scratch/kept"
 [ "$(grep -c 'keeps.* 100 101 102 103 ' "$scratch/kept")" -eq 12 ] ||
     fail "prompts did not find the needle in 4 layers of 3 sequences:" "$scratch/kept"
+for strategy in last budget every; do
+    "$scratch/chunks" "http://127.0.0.1:$port" $strategy >"$scratch/kept" 2>&1 ||
+        fail "chunks $strategy failed:" "$scratch/kept"
+    grep -q "^$strategy: the cache holds 409 of 4096 tokens; token 700 is among them" "$scratch/kept" ||
+        fail "chunks $strategy kept something else:" "$scratch/kept"
+done
 kill "$daemon"
 wait "$daemon" || fail "the daemon did not end well"
 daemon=
