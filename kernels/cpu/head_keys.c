@@ -1,7 +1,7 @@
 /* Scores of the rules that need no query: of keys, of positions, of the caller.
  *
- * Sums over a key's elements are taken in double precision, four at a time. A key's length, or its
- * cosine with the anchor, is then exact to the last digit that is reported, whatever the type.
+ * Elements are added up in float32 at least, whatever the type, and a cosine's products, which
+ * cancel, in double precision.
  */
 #include "kernels/cpu/head_pass.h"
 
@@ -27,6 +27,18 @@ static double length(const float *a, uint32_t dim)
         for (uint32_t i = 0; i < 4; i++)
             sums[i] += (double)a[d + i] * (double)a[d + i];
     return sqrt((sums[0] + sums[1]) + (sums[2] + sums[3]));
+}
+
+/* Lengths of n keys in float, where squares neither overflow nor vanish, else in double. */
+static void key_lengths(const struct dkv_head *head, const struct dkv_tile *tile, size_t n,
+                        double *lengths_out)
+{
+    float squares[DKV_TILE_KEYS];
+    head->ops->norms(squares, tile->rows, head->dim, n, head->dim);
+    for (size_t k = 0; k < n; k++)
+        lengths_out[k] = squares[k] > 1e-30f && squares[k] < 1e30f
+                             ? sqrt((double)squares[k])
+                             : length(tile->rows + k * head->dim, head->dim);
 }
 
 /* Loads keys; with nonfinite=mask the ones that are not finite get their flag and become zeros. */
@@ -57,16 +69,18 @@ static unsigned find_anchor(const struct dkv_head *head, const struct dkv_tile *
                             uint8_t *flags)
 {
     const bool plain = head->item->params->anchor == DKV_ANCHOR_PLAIN;
-    double *anchor = tile->wide;
+    double *anchor = tile->wide, lengths[DKV_TILE_KEYS];
     memset(anchor, 0, sizeof(*anchor) * head->dim);
     for (uint64_t first = 0; first < head->n; first += DKV_TILE_KEYS) {
         const size_t n = dkv_tile_keys(first, head->n, DKV_TILE_KEYS);
         const unsigned faults = load_keys(head, tile, first, n, flags);
         if (faults != DKV_FAULT_NONE)
             return faults;
+        if (!plain)
+            key_lengths(head, tile, n, lengths);
         for (size_t k = 0; k < n; k++) {
             const float *key = tile->rows + k * head->dim;
-            const double norm = plain ? 1.0 : length(key, head->dim);
+            const double norm = plain ? 1.0 : lengths[k];
             const double weight = norm > 0 ? 1.0 / norm : 0.0;
             for (uint32_t d = 0; d < head->dim; d++)
                 anchor[d] += weight * (double)key[d];
@@ -91,10 +105,13 @@ static unsigned score_keys(const struct dkv_head *head, const struct dkv_tile *t
     const double reach = angle && faults == DKV_FAULT_NONE ? anchor_length(head, tile->wide) : 0.0;
     for (uint64_t first = 0; first < head->n && faults == DKV_FAULT_NONE; first += DKV_TILE_KEYS) {
         const size_t n = dkv_tile_keys(first, head->n, DKV_TILE_KEYS);
+        double lengths[DKV_TILE_KEYS];
         faults = load_keys(head, tile, first, n, flags);
+        if (faults == DKV_FAULT_NONE)
+            key_lengths(head, tile, n, lengths);
         for (size_t k = 0; k < n && faults == DKV_FAULT_NONE; k++) {
             const float *key = tile->rows + k * head->dim;
-            const double norm = length(key, head->dim);
+            const double norm = lengths[k];
             if (!angle)
                 scores_out[first + k] = -norm * (double)head->keys.scale;
             else if (norm > 0 && reach > 0)

@@ -126,7 +126,7 @@ typedef void (*dkv_reduce_fn)(float *out, const float *tile, size_t n_rows, size
 typedef void (*dkv_reduce_weighted_fn)(float *out, const float *tile, const float *weight,
                                        size_t n_rows, size_t n_keys);
 
-/* out[key] = the largest of tile[key][..], and at least 0 */
+/* out[key] = the largest of tile[key][..], none of which is below 0; NaN if there is one */
 typedef void (*dkv_reduce_largest_fn)(float *out, const float *tile, size_t n_rows, size_t n_keys);
 
 /* out[key * ld + g] = mean + gamma * unbiased variance of tile[key][g * window ..], the variance

@@ -55,13 +55,8 @@ static void reduce_largest(float *out, const float *tile, size_t n_rows, size_t 
     for (size_t k = 0; k < n_keys; k++) {
         vf top = v_set1(0.0f);
         for (size_t r = 0; r < n_rows; r += LANES)
-            top = v_max(top, v_load(tile + k * n_rows + r)); /* a NaN on the right stays */
-        float lane[LANES];
-        v_store(lane, top);
-        float most = lane[0];
-        for (size_t i = 1; i < LANES; i++)
-            most = lane[i] > most || lane[i] != lane[i] ? lane[i] : most;
-        out[k] = most;
+            top = v_max_bits(top, v_load(tile + k * n_rows + r));
+        out[k] = v_top(top);
     }
 }
 
