@@ -10,7 +10,9 @@
 #include <math.h>
 #include <string.h>
 
-enum token_class { CLASS_LOWEST = 0, CLASS_CANDIDATE, CLASS_PROTECTED, N_CLASSES };
+/* A chunk that sinks or recent tokens are in is kept before everything else: it may be one that is
+ * not full, and what is kept is counted in full ones beside them. */
+enum token_class { CLASS_LOWEST = 0, CLASS_CANDIDATE, CLASS_PROTECTED, CLASS_PLACE, N_CLASSES };
 
 #define DIGIT_BITS 11u
 #define N_BINS     (1u << DIGIT_BITS)
@@ -191,7 +193,7 @@ static void keep_best(const struct ranked *units, uint64_t k, uint8_t *kept)
     for (uint32_t h = 0; h < units->heads; h++)
         for (uint64_t t = 0; t < units->n; t++)
             counts[units->token_class[h * units->stride + t]]++;
-    struct cut cut = {.token_class = CLASS_PROTECTED, .ties = k};
+    struct cut cut = {.token_class = CLASS_PLACE, .ties = k};
     while (cut.ties > counts[cut.token_class]) {
         cut.ties -= counts[cut.token_class];
         cut.token_class--;
@@ -233,7 +235,8 @@ static uint64_t unit_count(const struct dkv_choice *choice)
     return unit_of(choice, choice->spec.n - 1) + 1;
 }
 
-/* Sums a head's tokens up to chunks, in place; a chunk is of the best class of its tokens. */
+/* Sums a head's tokens up to chunks, in place; a chunk is of the best class of its tokens, or
+ * protected by its place. */
 static void gather_chunks(const struct dkv_choice *choice, const struct dkv_choice_work *work,
                           uint32_t h)
 {
@@ -242,7 +245,7 @@ static void gather_chunks(const struct dkv_choice *choice, const struct dkv_choi
     const double *raw = work->raw + h * n;
     uint8_t *token_class = work->token_class + h * n;
     for (uint64_t t = 0; t < n;) {
-        const uint64_t unit = unit_of(choice, t);
+        const uint64_t unit = unit_of(choice, t), begin = t;
         double pooled_sum = 0.0, raw_sum = 0.0;
         uint8_t best = CLASS_LOWEST;
         for (; t < n && unit_of(choice, t) == unit; t++) {
@@ -250,6 +253,8 @@ static void gather_chunks(const struct dkv_choice *choice, const struct dkv_choi
             raw_sum += raw[t];
             best = token_class[t] > best ? token_class[t] : best;
         }
+        if (begin < choice->spec.sinks || begin >= n - choice->spec.recent)
+            best = CLASS_PLACE;
         pooled[unit] = pooled_sum;
         unit_raw[unit] = raw_sum;
         token_class[unit] = best;
@@ -305,7 +310,7 @@ static void make_safe(const struct deal *deal, uint64_t units)
         uint8_t *kept = deal->work->kept + h * n;
         keep_best(&head, units, kept);
         for (uint64_t u = 0; u < deal->units; u++)
-            if (kept[u])
+            if (kept[u] && deal->work->token_class[h * n + u] < CLASS_PROTECTED)
                 deal->work->token_class[h * n + u] = CLASS_PROTECTED;
     }
 }

@@ -31,8 +31,11 @@ unsigned dkv_head_load_values(const struct dkv_head *head, float *rows, uint64_t
                               float factor, const float *shift, float *top_out)
 {
     const void *src[DKV_TILE_KEYS];
-    if (head->v_dim == 0)
+    if (head->v_dim == 0) {
+        if (top_out != NULL)
+            *top_out = 0.0f;
         return DKV_FAULT_NONE;
+    }
     if (!dkv_reader_rows(&head->values, head->item->block->valid_from + first, n, src))
         return DKV_FAULT_TABLE;
     head->ops->load(rows, head->v_dim, src, n, head->v_dim, head->values.dtype, factor, shift,

@@ -479,7 +479,7 @@ static void classify(const struct dkv_case *c, uint8_t *token_class)
 /* A chunk of a head: of one token without granularity. */
 struct unit {
     uint8_t token_class;
-    bool safe;
+    bool safe, placed;
     double pooled, raw;
     uint32_t head;
     uint64_t first, tokens; /* stored ordinal; how many */
@@ -489,7 +489,8 @@ struct unit {
 static int best_unit_first(const void *left, const void *right)
 {
     const struct unit *a = left, *b = right;
-    const int a_class = a->safe ? 2 : a->token_class, b_class = b->safe ? 2 : b->token_class;
+    const int a_class = a->safe && a->token_class < 2 ? 2 : a->token_class;
+    const int b_class = b->safe && b->token_class < 2 ? 2 : b->token_class;
     if (a_class != b_class)
         return a_class > b_class ? -1 : 1;
     if (a->pooled != b->pooled)
@@ -517,6 +518,10 @@ static size_t make_units(const struct dkv_case *c, const struct dkv_oracle *o, u
         unit->tokens++;
         if (o->token_class[i] > unit->token_class)
             unit->token_class = o->token_class[i];
+        const uint64_t at = t - c->block.valid_from;
+        unit->placed = unit->placed || at < c->plan.sinks || t >= n - c->plan.recent;
+        if (chunk > 1 && unit->placed) /* chunks that are protected by their place come first */
+            unit->token_class = 3;
     }
     qsort(units, count, sizeof(*units), best_unit_first);
     return count;
@@ -555,7 +560,7 @@ static uint64_t protected_units(const struct unit *units, size_t count)
 {
     uint64_t found = 0;
     for (size_t i = 0; i < count; i++)
-        found += units[i].token_class == 2;
+        found += units[i].placed;
     return found;
 }
 
