@@ -140,11 +140,26 @@ static enum dkv_status lend_system(struct entry *entry, struct dkv_error *err)
     return status;
 }
 
+/* Names go back into JSON and into logs: no control characters, no broken UTF-8. */
+static enum dkv_status check_name(const char *name, struct dkv_error *err)
+{
+    for (const char *c = name; *c != '\0'; c++) {
+        if (*c < 0x20 || *c > 0x7e)
+            return dkv_error_set(err, DKV_E_INVALID,
+                                 "the name of a shared memory region has byte 0x%02x at %zu: "
+                                 "printable ASCII is allowed",
+                                 (unsigned char)*c, (size_t)(c - name));
+    }
+    return DKV_OK;
+}
+
 enum dkv_status dkv_shm_register(struct dkv_shm *shm, const char *owner,
                                  const struct dkv_oip_region *told,
                                  dkv_shm_registered_fn registered, void *waiter,
                                  struct dkv_error *err)
 {
+    if (check_name(told->name, err) != DKV_OK)
+        return err->status;
     if (find(shm, owner, told->name) != NULL)
         return dkv_error_set(err, DKV_E_INVALID,
                              "a shared memory region of that name is registered already");

@@ -120,6 +120,14 @@ class Http(unittest.TestCase):
             self.assertEqual(self.daemon.get(CUDA + "/region/r1/status").status, 404)
             self.assertEqual(self.daemon.get(SYSTEM + "/region/r9/status").status, 404)
 
+    def test_region_names_are_printable(self):
+        with Object(4096) as memory:
+            for name in ("%ff", "%c3%28", "a%0d%0ab", "%7f", "%c3%a9"):
+                with self.subTest(name):
+                    self.refused(self.register(name, memory.name, 64), 400)
+            self.registered("a%20b", memory.name, 64)
+            self.assertEqual([r["name"] for r in self.daemon.get(SYSTEM + "/status").json()], ["a b"])
+
     def test_names_that_may_not_be_used_all_have_the_same_answer(self):
         """Nothing is learnt about objects that are not for this."""
         secret = "test-" + secrets.token_hex(8)
