@@ -39,9 +39,11 @@ ninja -C "$build" --quiet $targets
 
 DKV_TEST_DATA=$PWD/tests/data
 export DKV_TEST_DATA
-# One processor, so that engines start no threads: creating and joining them under emulation now and
-# then ends in an endless loop inside the C library's list of stacks (qemu 7.2, glibc 2.36).
+# One processor and one thread, so that engines start none: creating and joining them under emulation
+# now and then ends in an endless loop inside the C library's list of stacks (qemu 7.2, glibc 2.36).
 processor=$(taskset -cp $$ | sed 's/.*: //; s/[,-].*//')
+DKV_TEST_THREADS=1
+export DKV_TEST_THREADS
 passed=0 failed=0
 check() {
     if timeout -k 5 300 taskset -c "$processor" $emulator "$@" >"$build/test.log" 2>&1; then

@@ -12,6 +12,13 @@ const char *dkv_test_engine_name(int argc, char **argv)
     return name != NULL ? name : "cpu";
 }
 
+static unsigned limit_threads(unsigned threads)
+{
+    const char *text = getenv("DKV_TEST_THREADS");
+    const unsigned long limit = text != NULL ? strtoul(text, NULL, 10) : 0;
+    return limit > 0 && threads > limit ? (unsigned)limit : threads;
+}
+
 struct dkv_scorer dkv_test_engine_open(const char *name, unsigned threads)
 {
     struct dkv_scorer scorer = {0};
@@ -19,7 +26,8 @@ struct dkv_scorer dkv_test_engine_open(const char *name, unsigned threads)
     int device = 0;
     enum dkv_status status = dkv_engine_find(name, &scorer.ops, &device, &err);
     if (status == DKV_OK) {
-        const struct dkv_engine_config config = {.threads = threads, .device = device};
+        const struct dkv_engine_config config = {.threads = limit_threads(threads),
+                                                 .device = device};
         status = scorer.ops->open(&config, &scorer.engine, &err);
     }
     if (status == DKV_OK)

@@ -1,7 +1,8 @@
 /* Engines for tests, by name.
  *
  * The name comes from the program's first argument or DKV_TEST_ENGINE, else "cpu": the same tests
- * judge the CUDA engine with "cuda:0". */
+ * judge the CUDA engine with "cuda:0". DKV_TEST_THREADS is the most threads that CPU engines get,
+ * where an emulator cannot do with several. */
 #ifndef DKV_TESTS_SUPPORT_ENGINES_H
 #define DKV_TESTS_SUPPORT_ENGINES_H
 
