@@ -9,8 +9,9 @@ count=0
 cuda=/usr/local/cuda/include
 [ -f $cuda/cuda_runtime_api.h ] || cuda=$(dirname "$(command -v nvcc || echo /)")/../include
 for header in $(find proto kernels client server tests -name '*.h' | sort); do
-    case $header in
-    kernels/cuda/*) [ -f "$cuda/cuda_runtime_api.h" ] || continue ;;
+    # Those that need CUDA's, by what they include or by where they are.
+    case $header$(grep -l cuda_runtime "$header" || true) in
+    kernels/cuda/* | *.h*.h) [ -f "$cuda/cuda_runtime_api.h" ] || continue ;;
     esac
     isa=
     case $header in # vectors of one instruction set compile only with its flags
