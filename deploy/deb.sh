@@ -2,19 +2,30 @@
 # Builds the Debian packages of this tree (as it is committed) with dpkg-buildpackage, and checks them
 # with lintian, of which an error or a warning fails the build.
 #
-# usage: deploy/deb.sh OUT_DIR [--cuda]
+# usage: deploy/deb.sh OUT_DIR [--cuda] [--arch arm64]
 #
 #   --cuda   also dropkvd-cuda, which needs nvcc. GPU_ARCH=90a,100 in the environment compiles for these
 #            alone; without it for all that the toolkit knows, which takes minutes.
+#   --arch   cross-builds; needs also the packages of `deploy/packages.sh cross` and libcairo2-dev:arm64.
 #
 # Needs the packages of `deploy/packages.sh build deb`.
 set -eu
-[ $# -ge 1 ] || { echo "usage: $0 OUT_DIR [--cuda]" >&2; exit 64; }
+usage="usage: $0 OUT_DIR [--cuda] [--arch arm64]"
+[ $# -ge 1 ] || { echo "$usage" >&2; exit 64; }
 root=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
-profile=
-[ "${2:-}" != --cuda ] || profile=pkg.dropkvd.cuda
+shift
+profile='' cross=''
+while [ $# -gt 0 ]; do
+    case "$1 ${2:-}" in
+    --cuda\ *) profile="$profile pkg.dropkvd.cuda" ;;
+    # -d: the build's own tools are this machine's, which dpkg would look for in that architecture
+    --arch\ arm64) profile="$profile cross" cross="-aarm64 -d"; shift ;;
+    *) echo "$usage" >&2; exit 64 ;;
+    esac
+    shift
+done
 
 for tool in dpkg-buildpackage dh lintian; do
     command -v $tool >/dev/null || { echo "deb.sh: $tool is missing: sh deploy/packages.sh build deb" >&2; exit 69; }
@@ -38,7 +49,8 @@ else
 fi
 mv "$source/deploy/debian" "$source/debian"
 
-(cd "$source" && DEB_BUILD_PROFILES=$profile dpkg-buildpackage --build=binary --no-sign) >"$work/log" 2>&1 || {
+# shellcheck disable=SC2086 # no word or two
+(cd "$source" && DEB_BUILD_PROFILES=$profile dpkg-buildpackage $cross --build=binary --no-sign) >"$work/log" 2>&1 || {
     tail -n 60 "$work/log"
     exit 1
 }
