@@ -398,7 +398,7 @@ __device__ __forceinline__ void merge_item(shared_memory<S> &shared, const dkv_f
     dkv_fast_counters *counters = args.counters + work.item.counter;
     if (thread == 0) {
         mbarrier_wait(shared_address(&shared.partial_full[partials.index]), partials.parity);
-        counter_add(&counters->partials);
+        counter_publish(&counters->partials);
         counter_wait(&counters->partials, work.item.chunks);
     }
     group_barrier(BARRIER_MERGE);
@@ -408,7 +408,7 @@ __device__ __forceinline__ void merge_item(shared_memory<S> &shared, const dkv_f
         *work.unit.exponent = DKV_CU_EXPONENT;
     group_barrier(BARRIER_MERGE);
     if (thread == 0)
-        counter_add(&counters->merged);
+        counter_publish(&counters->merged);
 }
 
 template <class S>
