@@ -7,7 +7,7 @@
 
 #include "client/call.h"
 #include "client/cli/commands.h"
-#include "client/cli/guard.h"
+#include "client/cli/dumps.h"
 #include "client/cli/options.h"
 #include "client/transport.h"
 #include "proto/params.h"
@@ -30,8 +30,7 @@ struct command {
     char *plot;
     int by_layer;
     struct dkv_param_options params;
-    struct dkv_tensor_file *files;
-    size_t n_files;
+    struct dkv_dumps dumps;
     struct dkv_block_list blocks;
     struct dropkv_client *client;
     struct dkv_comparison_table table;
@@ -138,33 +137,6 @@ static int read_command_line(struct command *c, poptContext context)
     }
     c->table.rows = (uint32_t)rows;
     return code;
-}
-
-static int open_dumps(struct command *c, const char **paths)
-{
-    const struct dkv_block_patterns patterns = {0};
-    struct dkv_error error;
-    size_t n = 0;
-    while (paths != NULL && paths[n] != NULL)
-        n++;
-    if (n == 0) {
-        dkv_complain("no dump was named; see dropkv-client compare --help");
-        return EX_USAGE;
-    }
-    c->files = calloc(n, sizeof(c->files[0]));
-    if (c->files == NULL)
-        return dkv_fail_memory();
-    for (size_t i = 0; i < n; i++) {
-        if (dkv_tensor_file_open(paths[i], &c->files[i], &error) != DKV_OK) {
-            const int code = dkv_fail(paths[i], &error);
-            return error.status == DKV_E_NOT_FOUND ? EX_NOINPUT : code;
-        }
-        dkv_guard_add(&c->files[i]);
-        c->n_files++;
-    }
-    if (dkv_blocks_find(c->files, c->n_files, &patterns, &c->blocks, &error) != DKV_OK)
-        return dkv_fail(n == 1 ? paths[0] : NULL, &error);
-    return EX_OK;
 }
 
 /* ---- comparing ---- */
@@ -321,7 +293,8 @@ static bool make_cells(struct command *c)
 static int run(struct command *c, const char **paths)
 {
     struct dkv_error error;
-    int code = open_dumps(c, paths);
+    const struct dkv_block_patterns patterns = {0};
+    int code = dkv_dumps_open(&c->dumps, "compare", paths, &patterns, &c->blocks);
     if (code == EX_OK && !make_cells(c))
         code = dkv_fail_memory();
     if (code != EX_OK)
@@ -358,11 +331,7 @@ static void command_fini(struct command *c)
     free(c->table.cells);
     dropkv_client_close(c->client);
     dkv_block_list_fini(&c->blocks);
-    for (size_t i = 0; i < c->n_files; i++) {
-        dkv_guard_remove(&c->files[i]);
-        dkv_tensor_file_close(&c->files[i]);
-    }
-    free(c->files);
+    dkv_dumps_fini(&c->dumps);
     dkv_param_options_fini(&c->params);
     free(c->endpoint);
     free(c->policies_text);

@@ -5,9 +5,8 @@
  * there is work left; answers are collected by block and printed in order at the end. The first
  * failure ends the command: half a report would be taken for a whole one.
  */
-#include "client/cli/blocks.h"
 #include "client/cli/commands.h"
-#include "client/cli/guard.h"
+#include "client/cli/dumps.h"
 #include "client/cli/options.h"
 #include "client/cli/report.h"
 #include "client/cli/terminal.h"
@@ -56,8 +55,7 @@ struct options {
 
 struct command {
     struct options o;
-    struct dkv_tensor_file *files;
-    size_t n_files;
+    struct dkv_dumps dumps;
     struct dkv_block_list blocks;
     struct dkv_outcome *outcomes;
     struct dropkv_client *client;
@@ -121,19 +119,6 @@ static int read_command_line(struct command *c, poptContext context)
 
 /* ---- files and blocks ---- */
 
-static int open_file(struct command *c, const char *path)
-{
-    struct dkv_error error;
-    struct dkv_tensor_file *file = &c->files[c->n_files];
-    if (dkv_tensor_file_open(path, file, &error) != DKV_OK) {
-        const int code = dkv_fail(path, &error);
-        return error.status == DKV_E_NOT_FOUND ? EX_NOINPUT : code;
-    }
-    dkv_guard_add(file);
-    c->n_files++;
-    return EX_OK;
-}
-
 static bool is_npy(const struct dkv_tensor_file *file)
 {
     return file->bytes >= DKV_NPY_MAGIC_BYTES &&
@@ -165,52 +150,32 @@ static int name_raw_elements(struct dkv_tensor_file *file, const char *raw_dtype
 static int open_npy_block(struct command *c)
 {
     const char *const paths[3] = {c->o.query, c->o.key, c->o.value};
-    int code = EX_OK;
-    c->files = calloc(3, sizeof(c->files[0]));
+    int code = dkv_dumps_init(&c->dumps, 3);
+    if (code != EX_OK)
+        return code;
     c->blocks.blocks = calloc(1, sizeof(c->blocks.blocks[0]));
-    if (c->files == NULL || c->blocks.blocks == NULL)
+    if (c->blocks.blocks == NULL)
         return dkv_fail_memory();
+    struct dkv_tensor_file *files = c->dumps.files;
     for (unsigned i = 0; code == EX_OK && i < 3; i++) {
-        code = open_file(c, paths[i]);
-        if (code == EX_OK && !is_npy(&c->files[i])) {
+        code = dkv_dumps_add(&c->dumps, paths[i]);
+        if (code == EX_OK && !is_npy(&files[i])) {
             dkv_complain("%s: not an npy file", paths[i]);
             code = EX_DATAERR;
         }
         if (code == EX_OK)
-            code = name_raw_elements(&c->files[i], c->o.raw_dtype);
+            code = name_raw_elements(&files[i], c->o.raw_dtype);
     }
     if (code != EX_OK)
         return code;
     c->blocks.n_blocks = 1;
     c->blocks.blocks[0] = (struct dkv_named_block){
         .name = strdup("block"),
-        .query = &c->files[0].index.tensors[0],
-        .key = &c->files[1].index.tensors[0],
-        .value = &c->files[2].index.tensors[0],
+        .query = &files[0].index.tensors[0],
+        .key = &files[1].index.tensors[0],
+        .value = &files[2].index.tensors[0],
     };
     return c->blocks.blocks[0].name == NULL ? dkv_fail_memory() : EX_OK;
-}
-
-static int open_dumps(struct command *c, const char **paths)
-{
-    struct dkv_error error;
-    size_t n = 0;
-    int code = EX_OK;
-    while (paths != NULL && paths[n] != NULL)
-        n++;
-    if (n == 0) {
-        dkv_complain("no dump was named; see dropkv-client score --help");
-        return EX_USAGE;
-    }
-    c->files = calloc(n, sizeof(c->files[0]));
-    if (c->files == NULL)
-        return dkv_fail_memory();
-    for (size_t i = 0; code == EX_OK && i < n; i++)
-        code = open_file(c, paths[i]);
-    if (code == EX_OK &&
-        dkv_blocks_find(c->files, c->n_files, &c->o.patterns, &c->blocks, &error) != DKV_OK)
-        code = dkv_fail(n == 1 ? paths[0] : NULL, &error);
-    return code;
 }
 
 static int open_blocks(struct command *c, const char **paths)
@@ -220,7 +185,8 @@ static int open_blocks(struct command *c, const char **paths)
         dkv_complain("--query %s names a file, so no dump may be named beside it", c->o.query);
         return EX_USAGE;
     }
-    const int code = npy ? open_npy_block(c) : open_dumps(c, paths);
+    const int code = npy ? open_npy_block(c)
+                         : dkv_dumps_open(&c->dumps, "score", paths, &c->o.patterns, &c->blocks);
     if (code == EX_OK && c->o.format->one_block && c->blocks.n_blocks != 1) {
         dkv_complain("--format npy holds one block, these are %zu; use safetensors",
                      c->blocks.n_blocks);
@@ -410,11 +376,7 @@ static void command_fini(struct command *c)
         dropkv_result_free((struct dropkv_result *)(uintptr_t)c->outcomes[i].result);
     free(c->outcomes);
     dkv_block_list_fini(&c->blocks);
-    for (size_t i = 0; i < c->n_files; i++) {
-        dkv_guard_remove(&c->files[i]);
-        dkv_tensor_file_close(&c->files[i]);
-    }
-    free(c->files);
+    dkv_dumps_fini(&c->dumps);
     dkv_param_options_fini(&c->o.params);
     free(c->o.endpoint);
     free(c->o.query);
