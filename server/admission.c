@@ -6,8 +6,8 @@
  * it handles an ended entry cannot find the queue half changed.
  *
  * A reason to fail (deadline, cancel, lost twice) takes the waiting parts away at once and leaves
- * the parts in flight: their memory is being read, so the entry ends when they are back. The first
- * reason is the one that counts.
+ * the parts in flight: their memory is being read, so the entry ends when they are back, and is on
+ * the list of those given up until then. The first reason is the one that counts.
  *
  * Bounds are on what is open, not on what waits: work in flight still holds its memory, and the
  * parts of a lost batch can come back to the queue without breaking a bound.
@@ -21,6 +21,7 @@
 static void init_lists(struct dkv_admission *queue)
 {
     dkv_list_init(&queue->clients);
+    dkv_list_init(&queue->given_up);
     dkv_list_init(&queue->done);
     dkv_list_init(&queue->free_batches);
     for (uint32_t i = 0; i < DKV_ADMISSION_LEVELS_MAX; i++)
@@ -147,7 +148,6 @@ static void part_wait(struct dkv_admission *queue, struct dkv_admission_part *pa
     queue->level[entry->level].n_waiting++;
     queue->level[entry->level].waiting_bytes += part->n_bytes;
     entry->client->waiting_bytes += part->n_bytes;
-    dkv_admission_heap_push(queue, entry);
 }
 
 void dkv_admission_part_unwait(struct dkv_admission *queue, struct dkv_admission_part *part)
@@ -163,8 +163,6 @@ void dkv_admission_part_unwait(struct dkv_admission *queue, struct dkv_admission
     queue->level[entry->level].n_waiting--;
     queue->level[entry->level].waiting_bytes -= part->n_bytes;
     entry->client->waiting_bytes -= part->n_bytes;
-    if (entry->n_waiting == 0)
-        dkv_admission_heap_remove(queue, entry);
 }
 
 /* --- how an entry ends --------------------------------------------------------------------- */
@@ -187,23 +185,34 @@ static void finish(struct dkv_admission *queue, struct dkv_admission_entry *entr
         entry->status = DKV_E_TIMEOUT;
     entry->done_us = now_us;
     count_end(&queue->counters, entry->status);
+    dkv_admission_heap_remove(queue, entry);
+    dkv_list_remove(&entry->given_up_node);
     close_entry(queue, entry);
     dkv_list_push_back(&queue->done, &entry->node);
     queue->n_done++;
 }
 
-void dkv_admission_fail(struct dkv_admission *queue, struct dkv_admission_entry *entry,
-                        enum dkv_status status, uint64_t now_us)
+/* An entry that has not ended must not end OK any more. */
+static void give_up(struct dkv_admission *queue, struct dkv_admission_entry *entry,
+                    enum dkv_status status, uint64_t now_us)
 {
     assert(status != DKV_OK);
-    if (entry->n_waiting == 0 && entry->n_in_flight == 0)
-        return;
-    if (entry->status == DKV_OK)
+    if (entry->status == DKV_OK) {
         entry->status = status;
+        dkv_admission_heap_remove(queue, entry);
+        dkv_list_push_back(&queue->given_up, &entry->given_up_node);
+    }
     for (uint32_t i = 0; entry->n_waiting > 0; i++)
         if (entry->parts[i].waiting)
             dkv_admission_part_unwait(queue, &entry->parts[i]);
     finish(queue, entry, now_us);
+}
+
+void dkv_admission_fail(struct dkv_admission *queue, struct dkv_admission_entry *entry,
+                        enum dkv_status status, uint64_t now_us)
+{
+    if (entry->n_waiting > 0 || entry->n_in_flight > 0)
+        give_up(queue, entry, status, now_us);
 }
 
 void dkv_admission_client_cancel(struct dkv_admission *queue, struct dkv_admission_client *client,
@@ -229,6 +238,15 @@ void dkv_admission_expire(struct dkv_admission *queue, uint64_t now_us)
 {
     while (queue->n_heap > 0 && dkv_admission_expired(queue->heap[0], now_us))
         dkv_admission_fail(queue, queue->heap[0], DKV_E_TIMEOUT, now_us);
+}
+
+struct dkv_admission_entry *dkv_admission_pop_given_up(struct dkv_admission *queue)
+{
+    struct dkv_list *node = dkv_list_first(&queue->given_up);
+    if (node == NULL)
+        return NULL;
+    dkv_list_remove(node);
+    return DKV_LIST_OF(node, struct dkv_admission_entry, given_up_node);
 }
 
 struct dkv_admission_entry *dkv_admission_pop_done(struct dkv_admission *queue)
@@ -260,6 +278,7 @@ static void prepare(struct dkv_admission *queue, struct dkv_admission_client *cl
     entry->n_waiting = 0;
     entry->n_in_flight = 0;
     dkv_list_init(&entry->node);
+    dkv_list_init(&entry->given_up_node);
 }
 
 static void accept(struct dkv_admission *queue, struct dkv_admission_entry *entry)
@@ -276,6 +295,7 @@ static void accept(struct dkv_admission *queue, struct dkv_admission_entry *entr
         dkv_list_init(&part->age_node);
     }
     open_entry(queue, entry->client, entry);
+    dkv_admission_heap_push(queue, entry);
     for (uint32_t i = 0; i < entry->n_parts; i++)
         part_wait(queue, &entry->parts[i]);
 }
@@ -362,12 +382,8 @@ static void part_lost(struct dkv_admission *queue, struct dkv_admission_part *pa
         queue->counters.parts_replayed++;
         return;
     }
-    if (entry->status == DKV_OK)
-        entry->status = dkv_admission_expired(entry, now_us) ? DKV_E_TIMEOUT : DKV_E_DEVICE;
-    if (entry->n_waiting > 0)
-        dkv_admission_fail(queue, entry, entry->status, now_us);
-    else
-        finish(queue, entry, now_us);
+    give_up(queue, entry, dkv_admission_expired(entry, now_us) ? DKV_E_TIMEOUT : DKV_E_DEVICE,
+            now_us);
 }
 
 void dkv_admission_device_lost(struct dkv_admission *queue, uint32_t index, uint64_t now_us)

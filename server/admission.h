@@ -9,6 +9,10 @@
  *                ^                     |
  *                '--- one replay ------'  device_lost
  *
+ * One that fails while parts of it are in flight is handed out by pop_given_up() at once, so that
+ * its caller need not wait for work that is of no use any more, and by pop_done() when they are
+ * back: until then it keeps its place within the bounds, since its memory is being read.
+ *
  * What it promises (tests/server/sim_admission.c checks each of these after every step):
  *
  *   bounded      accepted and unanswered entries and bytes stay within the limits, in all and per
@@ -22,7 +26,7 @@
  *                were served by the batch before.
  *   no starving  a priority level that was passed over aging_batches times is next.
  *   deadlines    never an OK at or after an entry's deadline, and no launch of work that has
- *                expired.
+ *                expired. A deadline that passes while the work runs is told when it passes.
  *   deaths       the parts of a lost batch go to the front of the queue for one more try, each
  *                in a batch of its own so that the one that kills workers takes no neighbour
  *                along; a part lost twice fails its entry.
@@ -134,6 +138,7 @@ struct dkv_admission_entry {
     /* The queue's. */
     struct dkv_admission_client *client;
     struct dkv_list node; /* among its client's open entries, then in the list of done ones */
+    struct dkv_list given_up_node; /* failed with parts in flight, until that is handed out */
     uint64_t deadline_us;
     uint64_t n_bytes;     /* of all parts */
     uint32_t heap_index;  /* in the deadline heap, or UINT32_MAX */
@@ -220,8 +225,8 @@ enum dkv_admission_verdict dkv_admission_offer(struct dkv_admission *queue,
                                                uint64_t *retry_us_out, struct dkv_error *err);
 
 /* The next batch to launch, or NULL if there is nothing to launch now. Call it after every other
- * call and at dkv_admission_wakeup_us(), until it returns NULL; then empty pop_done(). The batch
- * lasts until complete() or its device's loss. */
+ * call and at dkv_admission_wakeup_us(), until it returns NULL; then empty pop_given_up() and
+ * pop_done(). The batch lasts until complete() or its device's loss. */
 struct dkv_admission_batch *dkv_admission_next(struct dkv_admission *queue, uint64_t now_us);
 
 /* The batch was answered and its device synchronised without error. What failed for a reason of
@@ -231,13 +236,18 @@ void dkv_admission_complete(struct dkv_admission *queue, struct dkv_admission_ba
                             uint64_t now_us);
 
 /* Ends an entry with `status`: waiting parts are dropped now, and it is done when the last part in
- * flight has come back. Of several reasons the first counts. Nothing happens if it is done. */
+ * flight has come back; until then it is given up. Of several reasons the first counts. Nothing
+ * happens if it is done. */
 void dkv_admission_fail(struct dkv_admission *queue, struct dkv_admission_entry *entry,
                         enum dkv_status status, uint64_t now_us);
 
 /* The client went away: the same, CANCELLED, for all its entries. */
 void dkv_admission_client_cancel(struct dkv_admission *queue, struct dkv_admission_client *client,
                                  uint64_t now_us);
+
+/* The entry that was given up first, with its status, if it has not come to pop_done() meanwhile;
+ * or NULL. Each is handed out once, and stays the queue's. */
+struct dkv_admission_entry *dkv_admission_pop_given_up(struct dkv_admission *queue);
 
 /* The oldest entry that ended and was not yet handed out, or NULL. It is the caller's again. */
 struct dkv_admission_entry *dkv_admission_pop_done(struct dkv_admission *queue);

@@ -1,8 +1,8 @@
 /* Time: deadlines in a heap, how fast the devices are, and how long until.
  *
- * The heap holds every entry with a deadline that still has a part waiting; an entry whose parts
- * are all in flight is judged when they come back. It is an array as long as the bound on entries,
- * each entry knowing its place, so that a cancelled one is taken out in O(log n).
+ * The heap holds every open entry with a deadline that was not given up. It is an array as long as
+ * the bound on entries, each entry knowing its place, so that one that ends is taken out in
+ * O(log n).
  *
  * The service rate is learnt from batches that left a backlog behind, since only these ran at the
  * size and at the density the device reaches under load: what a lone request took says nothing

@@ -70,6 +70,7 @@ struct dkv_admission {
     struct dkv_admission_lane lane[DKV_ADMISSION_LANES_MAX];
     struct dkv_admission_device device[DKV_ADMISSION_DEVICES_MAX];
 
+    struct dkv_list given_up; /* entries that failed with parts in flight */
     struct dkv_list done;
     uint32_t n_done;
     struct dkv_list free_batches;

@@ -122,7 +122,7 @@ static enum dkv_status count_entry(const struct dkv_admission *queue,
 
     const bool in_heap = entry->heap_index != DKV_ADMISSION_NO_INDEX;
     SAME("an entry's place among the deadlines", in_heap,
-         n_waiting > 0 && entry->deadline_us != DKV_ADMISSION_NEVER);
+         entry->status == DKV_OK && entry->deadline_us != DKV_ADMISSION_NEVER);
     if (in_heap)
         SAME("the heap's entry", queue->heap[entry->heap_index] == entry, true);
     count->n_heap += in_heap;

@@ -86,6 +86,13 @@ mutant 'the deadline itself is in time' admission_priv.h \
     'return now_us >= entry->deadline_us;' 'return now_us > entry->deadline_us;'
 mutant 'expired work is launched' admission_batch.c \
     'dkv_admission_expire(queue, now_us);' ';'
+mutant 'a deadline is forgotten once the work runs' admission_batch.c \
+    'if (entry->launched_us == 0)' \
+    'dkv_admission_heap_remove(queue, entry); if (entry->launched_us == 0)'
+mutant 'who failed in flight is told at the end' admission.c \
+    'dkv_list_push_back(&queue->given_up, &entry->given_up_node);' ';'
+mutant 'who failed with nothing in flight is told twice' admission.c \
+    'dkv_list_remove(&entry->given_up_node);' ';'
 mutant 'the longer of two timeouts counts' admission_judge.c 'cap_us < timeout_us' \
     'cap_us > timeout_us'
 mutant 'an expired offer is accepted' admission_judge.c 'return DKV_ADMISSION_EXPIRED;' ';'
@@ -120,7 +127,8 @@ mutant 'new work goes before replays' admission_batch.c \
 mutant 'a cancelled entry is replayed' admission.c \
     'entry->status == DKV_OK && !dkv_admission_expired(entry, now_us) && part->n_launches == 1' \
     '!dkv_admission_expired(entry, now_us) && part->n_launches == 1'
-mutant 'the last reason counts' admission.c 'if (entry->status == DKV_OK)' 'if (true)'
+mutant 'the last reason counts' admission.c 'if (entry->status == DKV_OK) {' \
+    'if (entry->status != DKV_OK) entry->status = status; else {'
 mutant 'an entry ends with parts in flight' admission.c \
     'if (entry->n_waiting > 0 || entry->n_in_flight > 0)' 'if (entry->n_waiting > 0)'
 mutant 'bytes of ended entries stay' admission.c 'client->open_bytes -= entry->n_bytes;' ';'

@@ -43,6 +43,7 @@ struct sim_job {
     uint64_t n_bytes;
     uint64_t deadline_us;
     enum dkv_status reason; /* why it must not end OK; OK: no reason yet */
+    bool told;              /* that it was given up, with parts in flight */
 };
 
 struct sim_client {
@@ -157,6 +158,7 @@ void oracle_lost(struct sim *sim, uint32_t device);                             
 void oracle_retired(struct sim *sim, uint32_t device);
 void oracle_new_client(struct sim *sim, uint32_t client);
 void oracle_reason(struct sim *sim, struct sim_job *job, enum dkv_status reason);
+void oracle_given_up(struct sim *sim, struct sim_job *job);
 void oracle_ended(struct sim *sim, struct sim_job *job);
 
 /* What the deadlines have ended by now. */

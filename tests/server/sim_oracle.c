@@ -176,6 +176,7 @@ static void take_in(struct sim *sim, struct sim_job *job)
 {
     job->open = true;
     job->reason = DKV_OK;
+    job->told = false;
     sim->open[sim->n_open++] = (uint32_t)(job - sim->jobs);
     sim->open_bytes += job->n_bytes;
     sim->clients[job->client].n_open++;
@@ -560,6 +561,26 @@ static void forget(struct sim *sim, struct sim_job *job)
     sim->clients[job->client].open_bytes -= job->n_bytes;
 }
 
+static bool has(const struct sim_job *job, enum sim_part_state state)
+{
+    for (uint32_t p = 0; p < job->entry.n_parts; p++)
+        if (job->seen[p].state == state)
+            return true;
+    return false;
+}
+
+void oracle_given_up(struct sim *sim, struct sim_job *job)
+{
+    if (!job->open || job->told)
+        sim_fail(sim, "a job was given up %s", job->open ? "twice" : "after its end");
+    if (!has(job, SIM_FLYING))
+        sim_fail(sim, "a job was given up with nothing in flight");
+    if (job->entry.status == DKV_OK || job->entry.status != job->reason)
+        sim_fail(sim, "a job was given up as %s instead of %s",
+                 dkv_status_info(job->entry.status)->name, dkv_status_info(job->reason)->name);
+    job->told = true;
+}
+
 void oracle_ended(struct sim *sim, struct sim_job *job)
 {
     const enum dkv_status status = job->entry.status;
@@ -591,20 +612,12 @@ void oracle_ended(struct sim *sim, struct sim_job *job)
 
 /* --- between events ------------------------------------------------------------------------ */
 
-static bool has_waiting(const struct sim_job *job)
-{
-    for (uint32_t p = 0; p < job->entry.n_parts; p++)
-        if (job->seen[p].state == SIM_WAITING)
-            return true;
-    return false;
-}
-
-/* A job whose parts are all in flight is judged when they are back. */
+/* Also of a job whose parts are all in flight, whose caller must learn of it at once. */
 void oracle_expire(struct sim *sim)
 {
     for (uint32_t i = 0; i < sim->n_open; i++) {
         struct sim_job *job = &sim->jobs[sim->open[i]];
-        if (job->deadline_us <= sim->now_us && has_waiting(job))
+        if (job->deadline_us <= sim->now_us && (has(job, SIM_WAITING) || has(job, SIM_FLYING)))
             oracle_reason(sim, job, DKV_E_TIMEOUT);
     }
     oracle_refresh(sim);
@@ -623,6 +636,9 @@ static void check_open_jobs(struct sim *sim)
         if (n_waiting + n_flying == 0)
             sim_fail(sim, "job %d is over and was not ended%s", (int)(job - sim->jobs),
                      job->reason == DKV_E_TIMEOUT ? ": its deadline has passed" : "");
+        if (n_flying > 0 && job->told != (job->reason != DKV_OK))
+            sim_fail(sim, "job %d has failed with parts in flight, and nobody was told",
+                     (int)(job - sim->jobs));
     }
 }
 
@@ -677,9 +693,8 @@ static void check_wakeup(struct sim *sim)
         sim_fail(sim, "the queue wants to be called again at once");
     for (uint32_t i = 0; i < sim->n_open; i++) {
         const struct sim_job *job = &sim->jobs[sim->open[i]];
-        for (uint32_t p = 0; p < job->entry.n_parts; p++)
-            if (job->seen[p].state == SIM_WAITING && job->deadline_us < wakeup_us)
-                sim_fail(sim, "the queue would sleep past a deadline");
+        if (job->reason == DKV_OK && job->deadline_us < wakeup_us)
+            sim_fail(sim, "the queue would sleep past a deadline");
     }
 }
 

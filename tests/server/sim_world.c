@@ -280,6 +280,8 @@ static void set_up(struct sim *sim)
 static void collect_ended(struct sim *sim)
 {
     struct dkv_admission_entry *entry;
+    while ((entry = dkv_admission_pop_given_up(sim->queue)) != NULL)
+        oracle_given_up(sim, DKV_LIST_OF(entry, struct sim_job, entry));
     while ((entry = dkv_admission_pop_done(sim->queue)) != NULL)
         oracle_ended(sim, DKV_LIST_OF(entry, struct sim_job, entry));
 
@@ -488,6 +490,7 @@ static void pump(struct sim *sim)
     struct dkv_admission_batch *batch;
     while ((batch = dkv_admission_next(sim->queue, sim->now_us)) != NULL)
         launch(sim, batch);
+    oracle_expire(sim);
     collect_ended(sim);
     oracle_step(sim);
 }

@@ -539,6 +539,48 @@ static void an_answer_at_its_deadline_is_a_timeout(void **state)
     }
 }
 
+static void a_deadline_that_passes_in_flight_is_told_once_and_frees_nothing(void **state)
+{
+    (void)state;
+    struct fixture *f = begin(&base_config);
+    struct dkv_admission_stats stats;
+    struct job *j = job(f);
+    j->entry.timeout_us = 100;
+    offer(f, 0, j, 10);
+    struct dkv_admission_batch *b = batch(f, 10, 1);
+    assert_int_equal(dkv_admission_wakeup_us(f->queue, 10), 110);
+    nothing(f, 109);
+    assert_null(dkv_admission_pop_given_up(f->queue));
+    nothing(f, 110);
+    assert_ptr_equal(dkv_admission_pop_given_up(f->queue), &j->entry);
+    assert_int_equal(j->entry.status, DKV_E_TIMEOUT);
+    assert_null(dkv_admission_pop_given_up(f->queue));
+    assert_null(dkv_admission_pop_done(f->queue));
+    dkv_admission_stats(f->queue, 200, &stats);
+    assert_int_equal(stats.n_open, 1);
+    assert_int_equal(stats.open_bytes, 100);
+    assert_int_equal(dkv_admission_wakeup_us(f->queue, 200), DKV_ADMISSION_NEVER);
+    dkv_admission_complete(f->queue, b, 200);
+    assert_null(dkv_admission_pop_given_up(f->queue));
+    ends(f, j, DKV_E_TIMEOUT);
+    end(f);
+}
+
+static void what_ends_before_it_was_told_is_told_by_its_end(void **state)
+{
+    (void)state;
+    struct fixture *f = begin(&base_config);
+    struct job *j = job(f);
+    j->entry.timeout_us = 100;
+    offer(f, 0, j, 10);
+    struct dkv_admission_batch *b = batch(f, 10, 1);
+    nothing(f, 110);
+    dkv_admission_complete(f->queue, b, 111);
+    assert_null(dkv_admission_pop_given_up(f->queue));
+    ends(f, j, DKV_E_TIMEOUT);
+    end(f);
+}
+
 static void a_request_that_would_miss_its_deadline_is_refused_at_once(void **state)
 {
     (void)state;
@@ -740,6 +782,8 @@ int main(void)
         cmocka_unit_test(an_expired_offer_is_not_taken),
         cmocka_unit_test(what_expires_while_waiting_is_never_launched),
         cmocka_unit_test(an_answer_at_its_deadline_is_a_timeout),
+        cmocka_unit_test(a_deadline_that_passes_in_flight_is_told_once_and_frees_nothing),
+        cmocka_unit_test(what_ends_before_it_was_told_is_told_by_its_end),
         cmocka_unit_test(a_request_that_would_miss_its_deadline_is_refused_at_once),
         cmocka_unit_test(a_client_that_went_away_is_cancelled_before_launch),
         cmocka_unit_test(what_is_in_flight_ends_cancelled_when_it_is_back),
