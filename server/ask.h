@@ -53,6 +53,7 @@ struct dkv_ask {
     uint64_t retry_us;    /* advice beside an error */
     uint64_t bulk_number; /* in the order of conn's bulks */
     struct dkv_error error;
+    bool answered; /* its deadline passed while the work ran: counted, told, and out of all lists */
 };
 
 /* ---- ask.c: building ---- */

@@ -4,6 +4,7 @@
  *                       v                        |                  |
  *                  admission queue -- next() ----+    complete() <--+ done / lost
  *                       |
+ *                       +-- pop_given_up() --> job->overdue()
  *                       +-- pop_done() --> job->done()
  *
  * The queue never calls back, so every event here is followed by pump(): launch what may run, hand
@@ -46,6 +47,20 @@ static const char *ending_text(const struct dkv_admission_entry *entry)
     }
 }
 
+/* Who waits need not wait for work that comes too late. A job that is given up for another reason
+ * has lost its caller. */
+static void tell_overdue(struct dkv_admission_entry *entry)
+{
+    struct dkv_job *job = job_of(entry);
+    const dkv_job_overdue_fn overdue = job->overdue;
+    struct dkv_error why = {0};
+    job->overdue = NULL;
+    if (overdue == NULL || entry->status != DKV_E_TIMEOUT)
+        return;
+    dkv_error_set(&why, entry->status, "%s", ending_text(entry));
+    overdue(job, job->owner, &why);
+}
+
 static void hand_out(struct dkv_job *job)
 {
     struct dkv_backend_client *client = job->client;
@@ -66,6 +81,8 @@ static void hand_out_ended(struct dkv_backend *backend)
 {
     struct dkv_admission_entry *entry;
     struct dkv_list *node;
+    while ((entry = dkv_admission_pop_given_up(backend->queue)) != NULL)
+        tell_overdue(entry);
     while ((entry = dkv_admission_pop_done(backend->queue)) != NULL)
         hand_out(job_of(entry));
     while ((node = dkv_list_first(&backend->ended)) != NULL) {

@@ -2,7 +2,7 @@
  *
  * Behind it stand the admission queue, which decides what is accepted, when it runs and beside
  * whom, and one worker per device, which runs it. No engine shows here, and a job is all that
- * crosses. A job ends in exactly one done().
+ * crosses. A job ends in exactly one done(), before which one overdue() may come.
  *
  * A client is whoever shares the device fairly with others: a connection, or the holder of a token.
  * It is counted: whoever has it from client_get() gives it back, and it lasts until its last job
@@ -13,7 +13,7 @@
  * been detached and the last job that names it has ended.
  *
  * Owner   open/close. A submitted job is the backend's until its done().
- * Thread  loop, all calls and every done().
+ * Thread  loop, all calls and every done() and overdue().
  */
 #ifndef DKV_SERVER_BACKEND_H
 #define DKV_SERVER_BACKEND_H

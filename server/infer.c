@@ -4,6 +4,7 @@
  *   body     progress: JSON part complete -> parse  -> 400 before the tensors are sent
  *   end      bind, gate, outputs allocated, queued; the connection is suspended
  *   job done resume; reply encoded over the job's outputs, which are sent in place
+ *   or its deadline passes while it runs: resume, 503; the job stays the backend's until it ends
  *
  * Reading and writing tensors as JSON numbers takes up to a second, in which the loop could serve
  * nobody else. So what is long runs as an errand, with the connection suspended already: reading
@@ -247,6 +248,30 @@ static void on_done(struct dkv_job *job, void *owner)
     dkv_http_resume(exchange);
 }
 
+/* A job that ends after its peer has left or was answered: only its memory is of interest. */
+static void on_done_orphan(struct dkv_job *job, void *owner)
+{
+    struct dkv_server *server = owner;
+    dkv_metrics_batch(&server->metrics, job);
+    dkv_job_free(job);
+}
+
+/* The backend keeps it, and nobody waits for it. */
+static void leave_to_backend(struct dkv_job *job, struct dkv_server *server)
+{
+    job->done = on_done_orphan;
+    job->overdue = NULL;
+    job->owner = server;
+}
+
+static void on_overdue(struct dkv_job *job, void *owner, const struct dkv_error *why)
+{
+    struct dkv_exchange *exchange = owner;
+    leave_to_backend(job, exchange->server);
+    refuse(exchange, why); /* which counts the job it had away */
+    exchange->away = NULL;
+}
+
 static void submit(struct dkv_exchange *exchange)
 {
     struct dkv_error err = {0};
@@ -254,6 +279,7 @@ static void submit(struct dkv_exchange *exchange)
     struct dkv_job *job = exchange->job;
     struct dkv_backend_client *client = client_of(exchange);
     job->done = on_done;
+    job->overdue = on_overdue;
     job->owner = exchange;
     enum dkv_status status = client == NULL ? dkv_error_set(&err, DKV_E_NOMEM, "out of memory")
                                             : dkv_backend_submit(exchange->server->backend, client,
@@ -380,14 +406,6 @@ void dkv_infer_finish(struct dkv_exchange *exchange)
         refuse(exchange, &err);
 }
 
-/* A job that ends after its peer has left: only its memory is of interest. */
-static void on_done_orphan(struct dkv_job *job, void *owner)
-{
-    struct dkv_server *server = owner;
-    dkv_metrics_batch(&server->metrics, job);
-    dkv_job_free(job);
-}
-
 void dkv_infer_gone(struct dkv_exchange *exchange)
 {
     struct dkv_job *job = exchange->away;
@@ -397,8 +415,7 @@ void dkv_infer_gone(struct dkv_exchange *exchange)
     dkv_infer_leave(exchange);
     dkv_errand_abandon(exchange->errand);
     if (job != NULL) {
-        job->done = on_done_orphan;
-        job->owner = exchange->server;
+        leave_to_backend(job, exchange->server);
         dkv_backend_cancel(exchange->server->backend, job);
     }
     dkv_http_resume(exchange);

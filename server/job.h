@@ -33,6 +33,10 @@ struct dkv_region;
 /* Runs on the loop thread when the job has ended, whatever way; the job is the callee's again. */
 typedef void (*dkv_job_done_fn)(struct dkv_job *job, void *owner);
 
+/* Its deadline has passed while it runs: the caller can be told `why` now. The job is still the
+ * backend's, whose workers read its memory, and comes back by done(). */
+typedef void (*dkv_job_overdue_fn)(struct dkv_job *job, void *owner, const struct dkv_error *why);
+
 /* What a worker reads of one part; in the arena. */
 struct dkv_job_descriptor {
     struct dkv_link_job *job;
@@ -45,6 +49,7 @@ struct dkv_job {
     struct dkv_job_descriptor only_written;
 
     dkv_job_done_fn done;
+    dkv_job_overdue_fn overdue; /* at most once, before done(); NULL: nobody waits */
     void *owner;
 
     /* The admission queue's view of it: one entry, of one part for each device that holds memory of

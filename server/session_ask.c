@@ -3,7 +3,8 @@
  * An ask is in one of three lists of its session: `asks` while somebody works on it, `ended` when
  * its answer waits for room in the connection, `sending` while the connection sends its numbers
  * from the job's own memory. Every ask leaves through exactly one answer, or through drop_asks()
- * when the peer has gone; then what is still with the backend comes back to nobody and is freed.
+ * when the peer has gone. One whose peer has gone, or was told that the deadline passed while the
+ * work ran, comes back from the backend to nobody and is freed.
  */
 #include "server/ask.h"
 
@@ -32,12 +33,34 @@ static void on_job_done(struct dkv_job *job, void *owner)
     end_ask(ask);
 }
 
+static void count_answer(const struct dkv_ask *ask);
+
+/* The client is told, and the ask keeps what the work reads until that has ended. */
+static void on_job_overdue(struct dkv_job *job, void *owner, const struct dkv_error *why)
+{
+    struct dkv_ask *ask = owner;
+    struct dkv_session *session = ask->session;
+    (void)job;
+    if (session == NULL)
+        return;
+    ask->error = *why;
+    count_answer(ask);
+    ask->answered = true;
+    ask->session = NULL;
+    ask->server->n_accepted--;
+    dkv_list_remove(&ask->node);
+    session->n_asks--;
+    dkv_session_send_error(session, ask->id, why, 0);
+    dkv_session_flush(session);
+}
+
 static void submit(struct dkv_ask *ask)
 {
     struct dkv_error err = {0};
     struct dkv_backend_refusal refusal = {0};
     struct dkv_job *job = ask->job;
     job->done = on_job_done;
+    job->overdue = on_job_overdue;
     job->owner = ask;
     job->entry.arrival_us = ask->started_ns / 1000;
     ask->phase = DKV_ASK_QUEUED;
@@ -250,6 +273,10 @@ static void end_ask(struct dkv_ask *ask)
 {
     struct dkv_session *session = ask->session;
     ask->phase = DKV_ASK_ENDED;
+    if (ask->answered) {
+        dkv_ask_free(ask);
+        return;
+    }
     ask->server->n_accepted--;
     dkv_list_remove(&ask->node);
     if (session == NULL)
