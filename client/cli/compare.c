@@ -208,8 +208,8 @@ static int ask(struct command *c, const struct dkv_named_block *block, const cha
     return EX_OK;
 }
 
-static int measure(const struct dkv_call *call, struct dkv_outputs *const *outputs,
-                   const struct dropkv_result *result, struct dkv_compared *cell, size_t layer)
+static int measure(struct dkv_outputs *const *outputs, const struct dropkv_result *result,
+                   struct dkv_compared *cell, size_t layer)
 {
     struct dkv_error error;
     for (uint32_t b = 0; b < result->batch; b++)
@@ -222,15 +222,13 @@ static int measure(const struct dkv_call *call, struct dkv_outputs *const *outpu
                 return dkv_fail(NULL, &error);
             cell->n_kept += count;
         }
-    (void)call;
     cell->all.squared += cell->layers[layer].squared;
     cell->all.relative += cell->layers[layer].relative;
     cell->all.n += cell->layers[layer].n;
     return EX_OK;
 }
 
-static int compare_all(struct command *c, size_t layer, const struct dkv_call *call,
-                       struct dkv_outputs *const *outputs)
+static int compare_all(struct command *c, size_t layer, struct dkv_outputs *const *outputs)
 {
     struct dkv_comparison_table *table = &c->table;
     int code = EX_OK;
@@ -240,9 +238,39 @@ static int compare_all(struct command *c, size_t layer, const struct dkv_call *c
             code = ask(c, &c->blocks.blocks[layer], table->policies[p], table->ratios[r], layer,
                        &cell->results[layer]);
             if (code == EX_OK)
-                code = measure(call, outputs, cell->results[layer], cell, layer);
+                code = measure(outputs, cell->results[layer], cell, layer);
         }
     return code;
+}
+
+static void add_promise(struct dkv_promise *sum, const struct dkv_promise *one, size_t n_ratios)
+{
+    for (size_t r = 0; r < n_ratios; r++)
+        dkv_cone_add(&sum->cones[r], &one->cones[r]);
+    dkv_optimum_add(&sum->optimum, &one->optimum);
+}
+
+/* What the plain scores of one KV head promise at each budget. */
+static int promise_head(struct command *c, size_t layer, const struct dkv_outputs *outputs,
+                        uint32_t kv_head)
+{
+    struct dkv_comparison_table *table = &c->table;
+    struct dkv_theory *theory = NULL;
+    struct dkv_promise promise = {0};
+    struct dkv_error error;
+    enum dkv_status status = dkv_theory_new(outputs, kv_head, &theory, &error);
+    const double n = (double)(outputs->n - outputs->first);
+    for (size_t r = 0; status == DKV_OK && r < table->n_ratios; r++)
+        status = dkv_theory_cone(theory, (uint64_t)(table->ratios[r] * n), &promise.cones[r],
+                                 &error);
+    if (status == DKV_OK)
+        status = dkv_theory_optimum(theory, &promise.optimum, &error);
+    dkv_theory_free(theory);
+    if (status != DKV_OK)
+        return dkv_fail(NULL, &error);
+    add_promise(&table->promises[layer], &promise, table->n_ratios);
+    add_promise(&table->promise, &promise, table->n_ratios);
+    return EX_OK;
 }
 
 /* The block's outputs, computed once for all policies. */
@@ -269,7 +297,10 @@ static int compare_block(struct command *c, size_t layer)
         if (dkv_outputs_new(&call.blocks[b], &call.plans[b], &outputs[b], &error) != DKV_OK)
             code = dkv_fail(block->name, &error);
     if (code == EX_OK)
-        code = compare_all(c, layer, &call, outputs);
+        code = compare_all(c, layer, outputs);
+    for (uint32_t b = 0; code == EX_OK && b < call.request.n_blocks; b++)
+        for (uint32_t h = 0; code == EX_OK && h < call.blocks[b].kv_heads; h++)
+            code = promise_head(c, layer, outputs[b], h);
     for (uint32_t b = 0; outputs != NULL && b < call.request.n_blocks; b++)
         dkv_outputs_free(outputs[b]);
     free(outputs);
@@ -280,7 +311,8 @@ static int compare_block(struct command *c, size_t layer)
 static bool make_cells(struct command *c)
 {
     const size_t n = c->table.n_policies * c->table.n_ratios;
-    bool ok = (c->table.cells = calloc(n, sizeof(*c->table.cells))) != NULL;
+    bool ok = (c->table.cells = calloc(n, sizeof(*c->table.cells))) != NULL &&
+              (c->table.promises = calloc(c->blocks.n_blocks, sizeof(struct dkv_promise))) != NULL;
     for (size_t i = 0; ok && i < n; i++) {
         struct dkv_compared *cell = &c->table.cells[i];
         cell->layers = calloc(c->blocks.n_blocks, sizeof(*cell->layers));
@@ -329,6 +361,7 @@ static void command_fini(struct command *c)
         free(cell->layers);
     }
     free(c->table.cells);
+    free(c->table.promises);
     dropkv_client_close(c->client);
     dkv_block_list_fini(&c->blocks);
     dkv_dumps_fini(&c->dumps);

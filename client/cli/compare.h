@@ -3,7 +3,7 @@
 #define DKV_CLIENT_CLI_COMPARE_H
 
 #include "client/cli/blocks.h"
-#include "client/cli/compare_error.h"
+#include "client/cli/compare_theory.h"
 
 #include <stdio.h>
 
@@ -17,6 +17,12 @@ struct dkv_compared {
     struct dropkv_result **results; /* [n_blocks] */
 };
 
+/* What the theory promises for the KV heads of one block, or of all. */
+struct dkv_promise {
+    struct dkv_cone cones[DKV_COMPARE_RATIOS_MAX];
+    struct dkv_optimum optimum;
+};
+
 struct dkv_comparison_table {
     const char *endpoint;
     const struct dkv_block_list *blocks;
@@ -24,7 +30,9 @@ struct dkv_comparison_table {
     size_t n_policies;
     double ratios[DKV_COMPARE_RATIOS_MAX];
     size_t n_ratios;
-    struct dkv_compared *cells; /* [n_policies][n_ratios] */
+    struct dkv_compared *cells;   /* [n_policies][n_ratios] */
+    struct dkv_promise *promises; /* [n_blocks] */
+    struct dkv_promise promise;   /* of all blocks */
     uint32_t rows; /* the outputs that are compared: the last query rows of each head */
     double elapsed_s;
 };

@@ -7,15 +7,6 @@
 #include <math.h>
 #include <stdlib.h>
 
-struct dkv_outputs {
-    uint64_t n;           /* stored tokens */
-    uint32_t group, rows; /* query heads of a KV head, rows of each */
-    uint32_t v_dim;
-    double *p;    /* [kv_heads * group * rows][n], 0 where not visible */
-    double *all;  /* [kv_heads * group * rows][v_dim] */
-    float *value; /* [kv_heads][n][v_dim] */
-};
-
 static double element_scale(const struct dkv_view *view, uint64_t head)
 {
     if (view->dtype != DKV_F8_E4M3 && view->dtype != DKV_F8_E5M2)
@@ -113,6 +104,7 @@ enum dkv_status dkv_outputs_new(const struct dkv_block *block, const struct dkv_
     if (o != NULL) {
         *o = (struct dkv_outputs){
             .n = n,
+            .first = block->valid_from,
             .group = plan->group,
             .rows = plan->window,
             .v_dim = plan->v_dim,

@@ -11,7 +11,14 @@
 
 #include "proto/request.h"
 
-struct dkv_outputs;
+struct dkv_outputs {
+    uint64_t n, first;    /* stored tokens; the first valid one */
+    uint32_t group, rows; /* query heads of a KV head, rows of each */
+    uint32_t v_dim;
+    double *p;    /* [kv_heads * group * rows][n], 0 where not visible */
+    double *all;  /* [kv_heads * group * rows][v_dim] */
+    float *value; /* [kv_heads][n][v_dim] */
+};
 
 /* `plan` is the gate's, with window = rows. */
 enum dkv_status dkv_outputs_new(const struct dkv_block *block, const struct dkv_plan *plan,

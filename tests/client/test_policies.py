@@ -101,6 +101,31 @@ class Policies(unittest.TestCase):
         self.assertGreater(found["dropkv", 0.05]["overlap"]["snapkv"], 0.7)
         self.assertLess(found["random", 0.05]["overlap"]["snapkv"], 0.5)
 
+    def test_compare_says_what_the_theory_promises(self):
+        """The figures of two layers were found once by another program, which tried all choices."""
+        done = self.compare("--policies", "streaming", "--keep-ratio", "0.05,0.1,1", "--format", "json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        theory = json.loads(done.stdout)["theory"]
+        self.assertEqual(theory["subset_tokens"], 20)
+        self.assertEqual([layer["subsets"] for layer in theory["layers"]], [8] * 6)
+        self.assertEqual(theory["subsets"], 48)
+        layers = {layer["name"]: layer for layer in theory["layers"]}
+        for name, cosines, along, ratio, worst in (
+                ("layers.0", (0.106918837, 0.101576364), 0.709660843, 1.033949166, 1.129900095),
+                ("layers.4", (0.196175179, 0.202212969), 0.990236382, 1.004235238, 1.026731262)):
+            layer = layers[name]
+            for cone, cosine in zip(layer["cones"], cosines):
+                self.assertAlmostEqual(cone["cosine"], cosine, delta=1e-8)
+                self.assertLessEqual(cone["lowest_cosine"], cone["cosine"])
+            self.assertAlmostEqual(layer["cones"][0]["along"], along, delta=1e-8)
+            self.assertAlmostEqual(layer["ratio"], ratio, delta=1e-8)
+            self.assertAlmostEqual(layer["worst_ratio"], worst, delta=1e-8)
+        self.assertEqual(theory["worst_ratio"], max(layer["worst_ratio"] for layer in theory["layers"]))
+        self.assertEqual(theory["cones"][2], {"keep_ratio": 1, "cosine": None, "lowest_cosine": None, "along": None})
+        table = self.compare("--policies", "streaming", "--by-layer")
+        self.assertIn("cone of dropkv", table.stdout)
+        self.assertIn("of 48 subsets", table.stdout)
+
     def test_compare_keeps_all_without_an_error(self):
         done = self.compare("--policies", "all", "--keep-ratio", "1", "--format", "json")
         self.assertEqual(done.returncode, 0, done.stderr)
