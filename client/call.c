@@ -148,6 +148,12 @@ static const float *take_floats(float **next, const float *from, uint32_t n)
     return copy;
 }
 
+/* Sequence i of a [batch][kv_heads][n_tokens] tensor. */
+static const float *of_sequence(const struct dropkv_request *r, const float *from, uint32_t i)
+{
+    return from == NULL ? NULL : from + (size_t)i * r->kv_heads * r->n_tokens;
+}
+
 static void next_sequence(struct dkv_view *view, int64_t batch_stride, uint32_t i)
 {
     view->base = (const uint8_t *)view->base + batch_stride * (int64_t)i;
@@ -183,11 +189,15 @@ static enum dkv_status fill_blocks(struct dkv_call *call, const struct dropkv_re
     first.key.head_scales = take_floats(&next, r->key.head_scales, r->kv_heads);
     first.value.head_scales = take_floats(&next, r->value.head_scales, r->kv_heads);
     first.sink_logits = take_floats(&next, r->sink_logits, r->q_heads);
+    first.value_metric = r->value_metric;
     for (uint32_t i = 0; i < r->batch; i++) {
         call->blocks[i] = first;
         next_sequence(&call->blocks[i].query, q_step, i);
         next_sequence(&call->blocks[i].key, k_step, i);
         next_sequence(&call->blocks[i].value, v_step, i);
+        call->blocks[i].token_weight = of_sequence(r, r->token_weight, i);
+        call->blocks[i].carry_in = of_sequence(r, r->carry_in, i);
+        call->blocks[i].external_scores = of_sequence(r, r->external_scores, i);
     }
     return DKV_OK;
 }

@@ -354,6 +354,14 @@ struct dropkv_request {
     const struct dropkv_buffer *output;
     size_t output_offset;
     size_t output_bytes;
+
+    /* What some policies take beside the tensors (dropkv-client(1), --policy), dense; a policy that
+     * does not take one refuses it. Borrowed as the tensors are, and always sent. NULL: none.
+     * Scores that a call reported are the carry_in of the next. */
+    const float *token_weight;    /* [batch][kv_heads][n_tokens], >= 0: criticalkv */
+    const float *carry_in;        /* [batch][kv_heads][n_tokens], >= 0: h2o, kvzip */
+    const float *external_scores; /* [batch][kv_heads][n_tokens]: external, which needs them */
+    const float *value_metric;    /* [q_heads][v_dim][v_dim]: restkv */
 };
 
 /* clang-format off */

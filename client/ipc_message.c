@@ -1,7 +1,7 @@
 /* A tensor that lies in a registered buffer is named; any other is copied into the message's bulk,
  * its rows one after the other, since a message has one stretch of bulk and a caller's strides may
- * have anything between their rows. Scales per head and sink logits, which all blocks of a call
- * share, stand at the bulk's beginning.
+ * have anything between their rows. Floats stand at the bulk's beginning: those that all blocks of
+ * a call share, and then each block's, which some policies take.
  */
 #include "client/ipc_priv.h"
 
@@ -49,45 +49,66 @@ static uint64_t tensor_bytes(const struct tensor *t)
     return aligned(t->heads * t->rows * t->row_bytes);
 }
 
-/* A call's small vectors. */
+/* One of a call's vectors. */
 struct floats {
     const float *from;
-    uint32_t n;
+    uint64_t n;
 };
 
-#define N_FLOATS 4u
+#define N_SHARED 5u /* of all blocks */
+#define N_OWN    3u /* of each */
 
-static void list_floats(const struct dkv_call *call, struct floats vectors[N_FLOATS])
+static void list_shared(const struct dkv_call *call, struct floats vectors[N_SHARED])
 {
     const struct dkv_block *block = &call->blocks[0];
+    const uint64_t v_dim = call->plans[0].v_dim;
     vectors[0] = (struct floats){block->query.head_scales, block->q_heads};
     vectors[1] = (struct floats){block->key.head_scales, block->kv_heads};
     vectors[2] = (struct floats){block->value.head_scales, block->kv_heads};
     vectors[3] = (struct floats){block->sink_logits, block->q_heads};
+    vectors[4] = (struct floats){block->value_metric, block->q_heads * v_dim * v_dim};
+}
+
+static void list_own(const struct dkv_block *block, struct floats vectors[N_OWN])
+{
+    const uint64_t n = block->kv_heads * block->n_tokens;
+    vectors[0] = (struct floats){block->token_weight, n};
+    vectors[1] = (struct floats){block->carry_in, n};
+    vectors[2] = (struct floats){block->external_scores, n};
+}
+
+static uint64_t count(const struct floats *vectors, unsigned n_vectors)
+{
+    uint64_t n = 0;
+    for (unsigned i = 0; i < n_vectors; i++)
+        n += vectors[i].from != NULL ? vectors[i].n : 0;
+    return n;
+}
+
+/* All floats of a call. */
+static uint64_t count_floats(const struct dkv_call *call)
+{
+    struct floats shared[N_SHARED], own[N_OWN];
+    list_shared(call, shared);
+    list_own(&call->blocks[0], own); /* those of a batch are alike */
+    return count(shared, N_SHARED) + count(own, N_OWN) * call->request.n_blocks;
 }
 
 static uint64_t floats_bytes(const struct dkv_call *call)
 {
-    struct floats vectors[N_FLOATS];
-    uint64_t n = 0;
-    list_floats(call, vectors);
-    for (unsigned i = 0; i < N_FLOATS; i++)
-        n += vectors[i].from != NULL ? vectors[i].n : 0;
-    return aligned(n * sizeof(float));
+    return aligned(count_floats(call) * sizeof(float));
 }
 
-/* Copies them; places_out: as messages say where each is. */
-static void put_floats(const struct dkv_call *call, uint8_t *bulk, uint32_t places_out[N_FLOATS])
+/* Copies them to float *at of the bulk; places_out: as messages say where each is. */
+static void put_floats(const struct floats *vectors, unsigned n_vectors, uint8_t *bulk,
+                       uint64_t *at, uint32_t *places_out)
 {
-    struct floats vectors[N_FLOATS];
-    uint32_t at = 0;
-    list_floats(call, vectors);
-    for (unsigned i = 0; i < N_FLOATS; i++) {
-        places_out[i] = vectors[i].from != NULL ? at + 1 : 0;
+    for (unsigned i = 0; i < n_vectors; i++) {
+        places_out[i] = vectors[i].from != NULL ? (uint32_t)*at + 1 : 0;
         if (vectors[i].from == NULL)
             continue;
-        memcpy(bulk + at * sizeof(float), vectors[i].from, vectors[i].n * sizeof(float));
-        at += vectors[i].n;
+        memcpy(bulk + *at * sizeof(float), vectors[i].from, vectors[i].n * sizeof(float));
+        *at += vectors[i].n;
     }
 }
 
@@ -96,6 +117,9 @@ static enum dkv_status make_bulk(struct dkv_transport *t, const struct dkv_call 
 {
     uint64_t offset;
     uint64_t bytes = floats_bytes(call);
+    if (count_floats(call) >= UINT32_MAX)
+        return dkv_error_set(err, DKV_E_TOO_LARGE, "%llu floats beside the tensors, at most %u go",
+                             (unsigned long long)count_floats(call), UINT32_MAX - 1);
     for (uint32_t i = 0; i < call->request.n_blocks; i++) {
         struct tensor tensors[3];
         list_tensors(&call->blocks[i], &call->plans[i], tensors);
@@ -124,7 +148,8 @@ static enum dkv_status make_bulk(struct dkv_transport *t, const struct dkv_call 
 /* A message's bulk as it fills. */
 struct bulk {
     uint8_t *bytes;
-    uint64_t at;
+    uint64_t floats; /* so many are there */
+    uint64_t at;     /* of the next tensor, behind all floats */
 };
 
 static struct dkv_wire_view put_tensor(const struct dkv_transport *t, const struct tensor *tensor,
@@ -151,11 +176,15 @@ static struct dkv_wire_view put_tensor(const struct dkv_transport *t, const stru
 }
 
 static size_t put_block(const struct dkv_transport *t, const struct dkv_block *block,
-                        const struct dkv_plan *plan, const uint32_t places[N_FLOATS],
+                        const struct dkv_plan *plan, const uint32_t places[N_SHARED],
                         struct bulk *bulk, uint8_t *out)
 {
     struct tensor tensors[3];
+    struct floats own[N_OWN];
+    uint32_t own_places[N_OWN];
     list_tensors(block, plan, tensors);
+    list_own(block, own);
+    put_floats(own, N_OWN, bulk->bytes, &bulk->floats, own_places);
     const struct dkv_wire_block wire = {
         .q_heads = block->q_heads,
         .kv_heads = block->kv_heads,
@@ -167,6 +196,10 @@ static size_t put_block(const struct dkv_transport *t, const struct dkv_block *b
         .key = put_tensor(t, &tensors[1], places[1], bulk),
         .value = put_tensor(t, &tensors[2], places[2], bulk),
         .sink_floats = places[3],
+        .token_weight = own_places[0],
+        .carry_in = own_places[1],
+        .external_scores = own_places[2],
+        .value_metric = places[4],
     };
     return dkv_wire_put_block(out, &wire);
 }
@@ -203,11 +236,12 @@ enum dkv_status dkv_ipc_put_blocks(struct dkv_transport *t, const struct dkv_cal
                                    struct dkv_error *err)
 {
     uint8_t params[DKV_WIRE_PARAMS_MAX];
-    uint32_t places[N_FLOATS];
+    uint32_t places[N_SHARED];
+    struct floats shared[N_SHARED];
     enum dkv_status status = make_bulk(t, call, request, err);
     if (status != DKV_OK)
         return status;
-    struct bulk bulk = {request->bulk != NULL ? request->bulk->bytes : NULL, floats_bytes(call)};
+    struct bulk bulk = {request->bulk != NULL ? request->bulk->bytes : NULL, 0, floats_bytes(call)};
     const size_t n_params = dkv_ipc_put_params(call, timeout_us, params);
     struct dkv_wire_blocks wire = {
         .n_blocks = call->request.n_blocks,
@@ -217,7 +251,8 @@ enum dkv_status dkv_ipc_put_blocks(struct dkv_transport *t, const struct dkv_cal
     status = dkv_ipc_name_places(t, call, &wire.fence, &wire.output, err);
     if (status != DKV_OK)
         return status;
-    put_floats(call, bulk.bytes, places);
+    list_shared(call, shared);
+    put_floats(shared, N_SHARED, bulk.bytes, &bulk.floats, places);
     size_t n = dkv_wire_put_blocks(request->payload, &wire);
     memcpy(request->payload + n, params, n_params);
     n += n_params;

@@ -279,6 +279,12 @@ struct dkv_wire_block {
     struct dkv_wire_view query;
     struct dkv_wire_view key;
     struct dkv_wire_view value;
+
+    /* What some policies take beside the tensors, in the bulk, as view.floats. */
+    uint32_t token_weight; /* [kv_heads][n_tokens] */
+    uint32_t carry_in;
+    uint32_t external_scores;
+    uint32_t value_metric; /* [q_heads][v_dim][v_dim] */
 };
 
 /* RESULT: after the fixed part one record per block; the numbers are in the bulk or in the output
@@ -383,7 +389,7 @@ size_t dkv_wire_fixed_bytes(unsigned type);
 #define DKV_WIRE_DEVICE_BYTES       24u
 #define DKV_WIRE_CHUNK_BYTES        16u
 #define DKV_WIRE_VIEW_BYTES         48u
-#define DKV_WIRE_BLOCK_BYTES        216u
+#define DKV_WIRE_BLOCK_BYTES        232u
 #define DKV_WIRE_RESULT_BLOCK_BYTES 32u
 
 /* The bulk that a decoded message must have, exactly. SCORE_BLOCKS may have any: its views say

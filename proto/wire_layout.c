@@ -124,7 +124,11 @@ static const struct dkv_wire_field block_fields[] = {N(block, q_heads),
                                                      N(block, null_entry),
                                                      VIEW(query),
                                                      VIEW(key),
-                                                     VIEW(value)};
+                                                     VIEW(value),
+                                                     N(block, token_weight),
+                                                     N(block, carry_in),
+                                                     N(block, external_scores),
+                                                     N(block, value_metric)};
 
 static const struct dkv_wire_field result_fields[] = {N(result, n_blocks),  N(result, degraded),
                                                       N(result, in_region), ZERO(2),

@@ -273,6 +273,46 @@ static void scales_per_head_and_sink_logits_cross_the_socket(void **unused)
     dropkv_buffer_free(buffer);
 }
 
+/* Each is seen in the scores, or in what is kept. */
+static void what_policies_take_crosses_the_socket(void **unused)
+{
+    static float tokens[BATCH][KV_HEADS][TOKENS], metric[Q_HEADS][DIM][DIM];
+    static const char *const policies[] = {"criticalkv", "h2o", "external", "restkv"};
+    struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
+    struct dropkv_buffer *buffer = share(client);
+    struct dkv_random random;
+    (void)unused;
+    dkv_random_init(&random, 12);
+    dkv_random_normal(&random, DKV_FP32, tokens, sizeof(tokens) / sizeof(float));
+    dkv_random_normal(&random, DKV_FP32, metric, sizeof(metric) / sizeof(float));
+    for (float *x = &tokens[0][0][0]; x < &tokens[0][0][0] + sizeof(tokens) / sizeof(float); x++)
+        *x = fabsf(*x);
+    for (unsigned which = 0; which < 8; which++) {
+        struct dropkv_param with_policy[] = {params[0], dropkv_text("policy", policies[which / 2])};
+        struct dropkv_request r = make_request(which & 1 ? dropkv_buffer_data(buffer) : &tensors,
+                                               BATCH);
+        const float **extras[] = {&r.token_weight, &r.carry_in, &r.external_scores,
+                                  &r.value_metric};
+        r.params = with_policy;
+        r.n_params = 2;
+        r.want_scores = 1;
+        *extras[which / 2] = which / 2 == 3 ? &metric[0][0][0] : &tokens[0][0][0];
+        struct dropkv_result *wanted = dkv_test_expect(&r);
+        struct dropkv_result *got = dkv_test_score(client, &r);
+        assert_same(got, wanted);
+        dropkv_result_free(wanted);
+        dropkv_result_free(got);
+    }
+    struct dropkv_request bad = make_request(&tensors, 1);
+    struct dropkv_error error;
+    struct dropkv_result *result;
+    bad.token_weight = &tokens[0][0][0];
+    assert_int_equal(dropkv_score(client, &bad, &result, &error), DROPKV_E_INVALID);
+    assert_non_null(strstr(error.text, "token_weight: policy dropkv does not take it"));
+    dropkv_client_close(client);
+    dropkv_buffer_free(buffer);
+}
+
 /* That the daemon has looked at the fence is known from its answer to a later message. */
 static void plain_requests_wait_for_fences_and_answer_into_buffers(void **unused)
 {
@@ -490,6 +530,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(what_lies_in_a_buffer_is_read_there),
         cmocka_unit_test(strides_and_the_order_of_dimensions_are_numbers),
         cmocka_unit_test(scales_per_head_and_sink_logits_cross_the_socket),
+        cmocka_unit_test(what_policies_take_crosses_the_socket),
         cmocka_unit_test(plain_requests_wait_for_fences_and_answer_into_buffers),
         cmocka_unit_test(gpu_memory_that_a_daemon_refuses_is_never_read_here),
         cmocka_unit_test(gpu_memory_is_for_the_local_socket),

@@ -217,7 +217,11 @@ static void blocks(struct wire_sample *s)
                                .query = view(0),
                                .key = view(11),
                                .value = view(12),
-                               .sink_floats = 77};
+                               .sink_floats = 77,
+                               .token_weight = 401,
+                               .carry_in = 2449,
+                               .external_scores = 4497,
+                               .value_metric = 6545};
     uint8_t params[DKV_WIRE_PARAMS_MAX];
 
     b.query.floats = 101;

@@ -360,6 +360,40 @@ class Abuse(unittest.TestCase):
                 self.assertIn("query", ask(bulk, 0, place).error()[1])
         memory.__exit__()
 
+    def test_what_policies_take_must_lie_in_the_bulk(self):
+        """Each of the four whole, cut by a byte, and without an end; and given to a policy that takes none."""
+        memory = Memory(len(tensors()))
+        memory.map[:] = tensors()
+        with Client(self.daemon.path) as client:
+            number = client.add_memfd(memory.fd, len(tensors()))
+            views = [wire.view(number, 0, 32, 256)] + [
+                wire.view(number, QUERY_BYTES + i * CACHE_BYTES, 32, CACHE_BYTES) for i in range(2)]
+
+            def ask(policy, which, place, bulk, **block):
+                extras = [place if i == which else 0 for i in range(4)]
+                params = PARAMS + wire.text(wire.POLICY, policy)
+                return client.ask(wire.SCORE_BLOCKS, wire.score_blocks(
+                    [wire.block(views, tokens=96, extras=extras, **block)], params), bulk=bulk)
+
+            for which, (name, policy, n) in enumerate((("token_weight", "criticalkv", 96), ("carry_in", "h2o", 96),
+                                                       ("external_scores", "external", 96),
+                                                       ("value_metric", "restkv", 2 * 8 * 8))):
+                whole = bytes(4) + struct.pack("<%df" % n, *range(n))
+                self.assertEqual(ask(policy, which, 2, whole).kind, wire.RESULT, name)
+                for place, bulk in ((2, whole[:-1]), (3, whole), (2**32 - 1, whole), (1, b"")):
+                    status, text = ask(policy, which, place, bulk).error()
+                    self.assertEqual(status, wire.INVALID, text)
+                    self.assertIn(name, text)
+                status, text = ask("dropkv", which, 2, whole).error()
+                self.assertEqual(status, wire.INVALID, text)
+                self.assertIn(name + ": policy dropkv does not take it", text)
+            for sizes in ({"kv_heads": 2**32 - 1, "tokens": 2**32 - 1}, {"q_heads": 2**32 - 1, "dim": 2**32 - 1}):
+                block = wire.block(views, **sizes, extras=(0, 0, 1, 1)) if "tokens" in sizes else wire.block(
+                    views, tokens=96, **sizes, extras=(0, 0, 0, 1))
+                status, text = client.ask(wire.SCORE_BLOCKS, wire.score_blocks([block], PARAMS), bulk=bytes(64)).error()
+                self.assertEqual(status, wire.INVALID, text)
+        memory.__exit__()
+
     def test_descriptors_of_other_kinds_are_refused(self):
         reading, writing = os.pipe()
         here, there = socket.socketpair()

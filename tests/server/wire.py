@@ -16,7 +16,7 @@ OK, MALFORMED, INVALID, UNSUPPORTED, NOT_FOUND, DENIED, TOO_LARGE = 0, 1, 2, 3, 
 BUSY, TIMEOUT, DRAINING, CANCELLED, UNAVAILABLE = 16, 17, 18, 19, 20
 
 BF16, FP16, FP32 = 1, 2, 3
-KEEP_TOKENS, WINDOW, KEEP_RATIO, STREAM, TIMEOUT_PARAM, TRACEPARENT = 13, 2, 11, 21, 23, 42
+POLICY, KEEP_TOKENS, WINDOW, KEEP_RATIO, STREAM, TIMEOUT_PARAM, TRACEPARENT = 1, 13, 2, 11, 21, 23, 42
 
 F_ADD_SEALS, F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW = 1033, 1, 2, 4
 
@@ -52,10 +52,12 @@ def fence_and_output(fence=(0, 0, 0), output=(0, 0, 0)):
 
 
 def block(views, q_heads=2, kv_heads=1, dim=8, rows=8, tokens=64, page_tokens=0, table=(0, 0, 0, 0, 0), valid_from=0,
-          sink_floats=0):
-    """`table`: region, entries, kind, entry_bytes, offset."""
+          sink_floats=0, extras=(0, 0, 0, 0)):
+    """`table`: region, entries, kind, entry_bytes, offset. `extras`: token_weight, carry_in, external_scores,
+    value_metric."""
     return struct.pack("<9II", q_heads, kv_heads, dim, 0, rows, tokens, valid_from, page_tokens, table[0],
-                       table[1]) + struct.pack("<BBBxIQQq", table[2], table[3], 0, sink_floats, table[4], 0, 0) + b"".join(views)
+                       table[1]) + struct.pack("<BBBxIQQq", table[2], table[3], 0, sink_floats, table[4], 0, 0) + b"".join(
+                           views) + struct.pack("<4I", *extras)
 
 
 def score_blocks(blocks, params=b"", flags=0, fence=(0, 0, 0), output=(0, 0, 0)):
