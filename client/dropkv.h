@@ -517,6 +517,12 @@ struct dropkv_prompt {
     int want_scores;
     int64_t timeout_us;
     void *user;
+
+    /* As in dropkv_request, for each of the n_layers; sent, also with a fence. NULL: none. */
+    const float *token_weight;    /* [n_layers][kv_heads][n_tokens] */
+    const float *carry_in;        /* [n_layers][kv_heads][n_tokens] */
+    const float *external_scores; /* [n_layers][kv_heads][n_tokens] */
+    const float *value_metric;    /* [n_layers][q_heads][v_dim][v_dim] */
 };
 
 /* clang-format off */
@@ -636,7 +642,7 @@ DROPKV_API enum dropkv_status dropkv_submit(struct dropkv_client *client,
                                             struct dropkv_error *error);
 
 /* The same for layers of a registered cache: the struct, an inline page table and parameters are
- * copied; cache, stash and buffers are named. */
+ * copied; cache, stash and buffers are named; what policies take is borrowed as tensors are. */
 DROPKV_API enum dropkv_status dropkv_submit_prompt(struct dropkv_client *client,
                                                    const struct dropkv_prompt *prompt,
                                                    uint64_t *id_out, struct dropkv_error *error);

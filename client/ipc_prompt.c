@@ -1,5 +1,5 @@
-/* A prompt as a SCORE message: numbers of what is registered, and a page table if it has one of its
- * own. What the daemon can judge is left to it. */
+/* A prompt as a SCORE message: numbers of what is registered, and in the bulk a page table if it
+ * has one of its own, and what its policy takes. What the daemon can judge is left to it. */
 #include "client/ipc_priv.h"
 
 #include <string.h>
@@ -46,14 +46,10 @@ static enum dkv_status name_table(const struct dkv_transport *t, const struct dr
     return status;
 }
 
-/* An inline table is the message's bulk. */
-static enum dkv_status put_table(struct dkv_transport *t, const struct dropkv_prompt *prompt,
-                                 struct dkv_wire_score *wire, struct dkv_ipc_request *request,
-                                 struct dkv_error *err)
+static void describe_table(const struct dropkv_prompt *prompt, struct dkv_wire_score *wire)
 {
-    const uint64_t bytes = (uint64_t)prompt->table_entries * prompt->table_entry_bytes;
     if (prompt->table_entries == 0)
-        return DKV_OK;
+        return;
     wire->table_entries = prompt->table_entries;
     wire->entry_bytes = (uint8_t)prompt->table_entry_bytes;
     wire->table_mask = prompt->table_mask;
@@ -61,14 +57,75 @@ static enum dkv_status put_table(struct dkv_transport *t, const struct dropkv_pr
         wire->null_entry = prompt->null_entry;
         wire->flags |= DKV_WIRE_NULL_ENTRY;
     }
-    if (prompt->table == NULL)
+    if (prompt->table != NULL)
+        wire->table_kind = DKV_WIRE_TABLE_BULK;
+}
+
+/* One part of a message's bulk. */
+struct part {
+    const void *from; /* NULL: none */
+    uint64_t bytes;
+};
+
+#define N_PARTS 5u
+
+/* Floats of all layers; UINT64_MAX if their bytes overflow. */
+static uint64_t floats_bytes(const struct dropkv_prompt *prompt, uint64_t heads, uint64_t of_head)
+{
+    uint64_t bytes;
+    return dkv_mul_u64(of_head, heads, &bytes) && dkv_mul_u64(bytes, prompt->n_layers, &bytes) &&
+                   dkv_mul_u64(bytes, sizeof(float), &bytes)
+               ? bytes
+               : UINT64_MAX;
+}
+
+/* The table, and the extras in the order of their bits. False if their bytes overflow. */
+static bool list_parts(const struct dropkv_prompt *prompt, struct part parts[N_PARTS],
+                       uint64_t *bytes_out)
+{
+    const struct dkv_wire_cache *cache = &prompt->cache->wire;
+    const uint64_t v_dim = cache->v_dim != 0 ? cache->v_dim : cache->head_dim;
+    const uint64_t tokens = floats_bytes(prompt, cache->kv_heads, prompt->n_tokens);
+    parts[0] = (struct part){prompt->table,
+                             (uint64_t)prompt->table_entries * prompt->table_entry_bytes};
+    parts[1] = (struct part){prompt->token_weight, tokens};
+    parts[2] = (struct part){prompt->carry_in, tokens};
+    parts[3] = (struct part){prompt->external_scores, tokens};
+    parts[4] = (struct part){prompt->value_metric,
+                             floats_bytes(prompt, cache->q_heads, v_dim * v_dim)};
+    *bytes_out = 0;
+    for (unsigned i = 0; i < N_PARTS; i++)
+        if (parts[i].from != NULL && !dkv_add_u64(*bytes_out, parts[i].bytes, bytes_out))
+            return false;
+    return *bytes_out < UINT64_MAX;
+}
+
+static enum dkv_status put_bulk(struct dkv_transport *t, const struct dropkv_prompt *prompt,
+                                struct dkv_wire_score *wire, struct dkv_ipc_request *request,
+                                struct dkv_error *err)
+{
+    struct part parts[N_PARTS];
+    uint64_t bytes;
+    if (!list_parts(prompt, parts, &bytes))
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "n_tokens %u: the sizes of what the policy takes "
+                             "overflow",
+                             prompt->n_tokens);
+    request->bulk_bytes = bytes;
+    if (bytes == 0)
         return DKV_OK;
-    wire->table_kind = DKV_WIRE_TABLE_BULK;
     request->bulk = dkv_ipc_bulk_get(t, bytes);
     if (request->bulk == NULL)
-        return dkv_error_set(err, DKV_E_NOMEM, "no memory for a page table");
-    memcpy(request->bulk->bytes, prompt->table, bytes);
-    request->bulk_bytes = bytes;
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for %llu bytes to send",
+                             (unsigned long long)bytes);
+    uint8_t *to = request->bulk->bytes;
+    for (unsigned i = 0; i < N_PARTS; i++) {
+        if (parts[i].from == NULL)
+            continue;
+        memcpy(to, parts[i].from, parts[i].bytes);
+        to += parts[i].bytes;
+        wire->extras |= i > 0 ? (uint8_t)(1u << (i - 1)) : 0;
+    }
     return DKV_OK;
 }
 
@@ -93,8 +150,10 @@ enum dkv_status dkv_ipc_put_prompt(struct dkv_transport *t, const struct dkv_cal
         status = name_table(t, prompt, &wire, err);
     if (status == DKV_OK)
         status = dkv_ipc_name_places(t, call, &wire.fence, &wire.output, err);
-    if (status == DKV_OK)
-        status = put_table(t, prompt, &wire, request, err);
+    if (status != DKV_OK)
+        return status;
+    describe_table(prompt, &wire);
+    status = put_bulk(t, prompt, &wire, request, err);
     if (status != DKV_OK)
         return status;
     const size_t n_params = dkv_ipc_put_params(call, timeout_us, params);

@@ -207,6 +207,15 @@ enum dkv_wire_score_flag {
     DKV_WIRE_RECENCY_IF_BUSY = 1u << 2, /* on_overload=recency */
 };
 
+/* What some policies take (proto/block.h). In a SCORE's bulk behind the table, in this order:
+ * float32 [n_layers][kv_heads][n_tokens], the last [n_layers][q_heads][v_dim][v_dim]. */
+enum dkv_wire_extra {
+    DKV_WIRE_TOKEN_WEIGHT = 1u << 0,
+    DKV_WIRE_CARRY_IN = 1u << 1,
+    DKV_WIRE_EXTERNAL_SCORES = 1u << 2,
+    DKV_WIRE_VALUE_METRIC = 1u << 3,
+};
+
 /* Wait until the 8-byte slot at `offset` of a memfd region holds `value` or more, as unsigned. */
 struct dkv_wire_fence {
     uint32_t region; /* 0: none */
@@ -222,7 +231,7 @@ struct dkv_wire_output {
 };
 
 /* SCORE: layers [first_layer, first_layer + n_layers) of one sequence. After the fixed part
- * params_bytes of parameters; the bulk is the page table if table_kind says so. */
+ * params_bytes of parameters; the bulk is the page table, if table_kind says so, and the extras. */
 struct dkv_wire_score {
     uint32_t cache;
     uint32_t stash;
@@ -241,6 +250,7 @@ struct dkv_wire_score {
     uint8_t table_kind;
     uint8_t entry_bytes; /* 4 or 8 with a table, else 0 */
     uint8_t flags;
+    uint8_t extras; /* bits of enum dkv_wire_extra */
     uint16_t params_bytes;
     struct dkv_wire_fence fence;
     struct dkv_wire_output output;
@@ -392,8 +402,8 @@ size_t dkv_wire_fixed_bytes(unsigned type);
 #define DKV_WIRE_BLOCK_BYTES        232u
 #define DKV_WIRE_RESULT_BLOCK_BYTES 32u
 
-/* The bulk that a decoded message must have, exactly. SCORE_BLOCKS may have any: its views say
- * where in it they lie. */
+/* The bulk that a decoded message must have, exactly; of a SCORE the table alone, before extras,
+ * whose size the cache tells. SCORE_BLOCKS may have any: its views say where in it they lie. */
 uint64_t dkv_wire_cache_bulk_bytes(const struct dkv_wire_cache *cache);
 uint64_t dkv_wire_score_bulk_bytes(const struct dkv_wire_score *score);
 

@@ -76,8 +76,11 @@ static enum dkv_status check_score(const struct dkv_wire_score *m, struct dkv_er
                                m->n_layers, DKV_WIRE_LAYERS_MAX);
     if (m->flags > (DKV_WIRE_WANT_SCORES | DKV_WIRE_NULL_ENTRY | DKV_WIRE_RECENCY_IF_BUSY))
         return DKV_WIRE_REFUSE("score", "flags 0x%x", m->flags);
+    if (m->extras >= 2 * DKV_WIRE_VALUE_METRIC)
+        return DKV_WIRE_REFUSE("score", "extras 0x%x", m->extras);
     if (m->table_kind == DKV_WIRE_TABLE_BULK && m->table_offset != 0)
-        return DKV_WIRE_REFUSE("score", "the bulk is the table: offset %" PRIu64, m->table_offset);
+        return DKV_WIRE_REFUSE("score", "the bulk begins with the table: offset %" PRIu64,
+                               m->table_offset);
     if ((status = check_table(&table, err)) != DKV_OK)
         return status;
     if ((status = check_fence(&m->fence, err)) != DKV_OK)

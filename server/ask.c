@@ -126,26 +126,6 @@ static enum dkv_status use_host_region(struct dkv_ask *ask, uint32_t number, con
     return status;
 }
 
-/* A vector of floats in the message's bulk; *floats_out stays NULL if there is none. */
-static enum dkv_status take_floats(const struct dkv_ask *ask, uint32_t place, uint64_t n,
-                                   const char *what, const float **floats_out,
-                                   struct dkv_error *err)
-{
-    const struct dkv_body *bulk = &ask->job->body;
-    const uint64_t offset = ((uint64_t)place - 1) * sizeof(float);
-    uint64_t n_bytes;
-    if (place == 0)
-        return DKV_OK;
-    if (!dkv_mul_u64(n, sizeof(float), &n_bytes) ||
-        !dkv_range_fits(offset, n_bytes, bulk->received_bytes))
-        return dkv_error_set(err, DKV_E_INVALID,
-                             "%s: %" PRIu64 " floats at byte %" PRIu64
-                             " are not within the bulk's %" PRIu64,
-                             what, n, offset, bulk->received_bytes);
-    *floats_out = (const float *)(const void *)((const uint8_t *)bulk->data + offset);
-    return DKV_OK;
-}
-
 /* A page table as both kinds of request describe it. */
 struct table {
     uint32_t region, entries;
@@ -332,44 +312,6 @@ static enum dkv_status finish(struct dkv_ask *ask, struct dkv_error *err)
 
 /* ---- score_blocks ---- */
 
-static enum dkv_status take_scales_and_sinks(const struct dkv_ask *ask,
-                                             const struct dkv_wire_block *wire,
-                                             struct dkv_block *block, struct dkv_error *err)
-{
-    enum dkv_status status = take_floats(ask, wire->query.floats, wire->q_heads, "query: scales",
-                                         &block->query.head_scales, err);
-    if (status == DKV_OK)
-        status = take_floats(ask, wire->key.floats, wire->kv_heads, "key: scales",
-                             &block->key.head_scales, err);
-    if (status == DKV_OK)
-        status = take_floats(ask, wire->value.floats, wire->kv_heads, "value: scales",
-                             &block->value.head_scales, err);
-    return status == DKV_OK ? take_floats(ask, wire->sink_floats, wire->q_heads, "sink_logits",
-                                          &block->sink_logits, err)
-                            : status;
-}
-
-/* What some policies take; whether this one does is the gate's to judge. */
-static enum dkv_status take_extras(const struct dkv_ask *ask, const struct dkv_wire_block *wire,
-                                   struct dkv_block *block, struct dkv_error *err)
-{
-    const uint64_t n = (uint64_t)wire->kv_heads * wire->n_tokens;
-    const uint64_t v_dim = wire->v_dim != 0 ? wire->v_dim : wire->head_dim;
-    uint64_t n_metric;
-    if (!dkv_mul_u64(v_dim * v_dim, wire->q_heads, &n_metric))
-        n_metric = UINT64_MAX; /* which fits nowhere */
-    enum dkv_status status = take_floats(ask, wire->token_weight, n, "token_weight",
-                                         &block->token_weight, err);
-    if (status == DKV_OK)
-        status = take_floats(ask, wire->carry_in, n, "carry_in", &block->carry_in, err);
-    if (status == DKV_OK)
-        status = take_floats(ask, wire->external_scores, n, "external_scores",
-                             &block->external_scores, err);
-    return status == DKV_OK ? take_floats(ask, wire->value_metric, n_metric, "value_metric",
-                                          &block->value_metric, err)
-                            : status;
-}
-
 static enum dkv_status make_block(struct dkv_ask *ask, const uint8_t *records, uint32_t i,
                                   struct dkv_error *err)
 {
@@ -395,9 +337,7 @@ static enum dkv_status make_block(struct dkv_ask *ask, const uint8_t *records, u
         status = make_view(ask, &wire.value, "value", &block->value, err);
     if (status == DKV_OK)
         status = make_table(ask, &table, block, err);
-    if (status == DKV_OK)
-        status = take_scales_and_sinks(ask, &wire, block, err);
-    return status == DKV_OK ? take_extras(ask, &wire, block, err) : status;
+    return status == DKV_OK ? dkv_ask_take_block_floats(ask, &wire, block, err) : status;
 }
 
 enum dkv_status dkv_ask_build_blocks(struct dkv_ask *ask, const struct dkv_wire_blocks *wire,
@@ -603,5 +543,7 @@ enum dkv_status dkv_ask_build_score(struct dkv_ask *ask, const struct dkv_wire_s
         status = take_output(ask, &score->output, err);
     for (uint32_t i = 0; status == DKV_OK && i < score->n_layers; i++)
         status = make_layer(ask, stash, score, i, err);
+    if (status == DKV_OK)
+        status = dkv_ask_take_layer_floats(ask, score, err);
     return status == DKV_OK ? finish(ask, err) : status;
 }

@@ -74,6 +74,15 @@ enum dkv_status dkv_ask_build_blocks(struct dkv_ask *ask, const struct dkv_wire_
 /* Bytes of the answer's numbers. */
 uint64_t dkv_ask_answer_bytes(const struct dkv_ask *ask);
 
+/* ---- ask_floats.c: vectors in the bulk ---- */
+
+/* Points the block, or all blocks of the job, at them. INVALID if they are not within the bulk. */
+enum dkv_status dkv_ask_take_block_floats(const struct dkv_ask *ask,
+                                          const struct dkv_wire_block *wire,
+                                          struct dkv_block *block, struct dkv_error *err);
+enum dkv_status dkv_ask_take_layer_floats(const struct dkv_ask *ask,
+                                          const struct dkv_wire_score *wire, struct dkv_error *err);
+
 /* ---- ask_rows.c: query rings ---- */
 
 /* Makes the block's query that of a copy that is still to come. */

@@ -167,10 +167,12 @@ static enum dkv_status check_message(const struct dkv_wire_header *header, const
     if (header->type != DKV_WIRE_SCORE)
         return DKV_OK;
     enum dkv_status status = dkv_wire_get_score(payload, header->payload_bytes, &score, err);
-    if (status == DKV_OK && dkv_wire_score_bulk_bytes(&score) != header->bulk_bytes)
+    const uint64_t table_bytes = status == DKV_OK ? dkv_wire_score_bulk_bytes(&score) : 0;
+    if (status == DKV_OK && (header->bulk_bytes < table_bytes ||
+                             (score.extras == 0 && header->bulk_bytes != table_bytes)))
         status = dkv_error_set(err, DKV_E_MALFORMED, "score: %llu bytes of bulk, %llu belong",
                                (unsigned long long)header->bulk_bytes,
-                               (unsigned long long)dkv_wire_score_bulk_bytes(&score));
+                               (unsigned long long)table_bytes);
     return status;
 }
 

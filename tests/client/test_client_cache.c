@@ -7,6 +7,7 @@
 #include "client/cli/synth.h"
 #include "tests/client/ipc_fixture.h"
 
+#include <math.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -323,6 +324,54 @@ static void pages_are_found_by_a_table_of_either_kind(void **unused)
     close_world(&world);
 }
 
+static void what_policies_take_is_each_layers_own(void **unused)
+{
+    static float tokens[LAYERS][KV_HEADS][TOKENS], metric[LAYERS][Q_HEADS][DIM][DIM];
+    static const char *const policies[] = {"criticalkv", "h2o", "external", "restkv"};
+    struct world world = open_world();
+    struct dkv_random random;
+    (void)unused;
+    dkv_random_init(&random, 21);
+    dkv_random_normal(&random, DKV_FP32, tokens, sizeof(tokens) / sizeof(float));
+    dkv_random_normal(&random, DKV_FP32, metric, sizeof(metric) / sizeof(float));
+    for (float *x = &tokens[0][0][0]; x < &tokens[0][0][0] + sizeof(tokens) / sizeof(float); x++)
+        *x = fabsf(*x);
+    for (int which = 0; which < 4; which++) {
+        struct dropkv_param with_policy[] = {dropkv_int("keep_tokens", 60),
+                                             dropkv_text("policy", policies[which])};
+        struct dropkv_prompt prompt = make_prompt(&world);
+        prompt.params = with_policy;
+        prompt.n_params = 2;
+        prompt.want_scores = 1;
+        prompt.token_weight = which == 0 ? &tokens[0][0][0] : NULL;
+        prompt.carry_in = which == 1 ? &tokens[0][0][0] : NULL;
+        prompt.external_scores = which == 2 ? &tokens[0][0][0] : NULL;
+        prompt.value_metric = which == 3 ? &metric[0][0][0][0] : NULL;
+        struct dropkv_result *result = ask(&world, &prompt);
+        assert_int_equal(result->status, DROPKV_OK);
+        for (int l = 0; l < LAYERS; l++) {
+            struct dropkv_request r = plain_request(l, 1);
+            r.params = with_policy;
+            r.n_params = 2;
+            r.token_weight = which == 0 ? &tokens[l][0][0] : NULL;
+            r.carry_in = which == 1 ? &tokens[l][0][0] : NULL;
+            r.external_scores = which == 2 ? &tokens[l][0][0] : NULL;
+            r.value_metric = which == 3 ? &metric[l][0][0][0] : NULL;
+            struct dropkv_result *wanted = dkv_test_expect(&r);
+            assert_memory_equal(result->keep_indices + l * KV_HEADS * 60, wanted->keep_indices,
+                                KV_HEADS * 60 * sizeof(int32_t));
+            assert_memory_equal(result->scores + l * KV_HEADS * TOKENS, wanted->scores,
+                                KV_HEADS * TOKENS * sizeof(float));
+            dropkv_result_free(wanted);
+        }
+        dropkv_result_free(result);
+    }
+    struct dropkv_prompt wrong = make_prompt(&world);
+    wrong.token_weight = &tokens[0][0][0];
+    assert_refused(&world, &wrong, DROPKV_E_INVALID, "token_weight");
+    close_world(&world);
+}
+
 static void sink_logits_of_a_cache_are_each_layers_own(void **unused)
 {
     struct world world = open_world();
@@ -612,6 +661,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_prompt_has_the_answers_of_its_layers),
         cmocka_unit_test(pages_are_found_by_a_table_of_either_kind),
+        cmocka_unit_test(what_policies_take_is_each_layers_own),
         cmocka_unit_test(sink_logits_of_a_cache_are_each_layers_own),
         cmocka_unit_test(scales_of_a_cache_are_each_layers_and_heads_own),
         cmocka_unit_test(an_answer_goes_where_the_caller_wants_it),

@@ -178,6 +178,7 @@ static void score_table_inline(struct wire_sample *s)
     m.entry_bytes = 4;
     m.table_entries = 8192;
     m.table_mask = 0x7fffffff;
+    m.extras = DKV_WIRE_TOKEN_WEIGHT | DKV_WIRE_VALUE_METRIC;
     m.flags = DKV_WIRE_WANT_SCORES | DKV_WIRE_RECENCY_IF_BUSY;
     finish_score(s, &m);
 }

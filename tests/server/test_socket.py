@@ -164,6 +164,31 @@ class Answers(unittest.TestCase):
                 self.assertEqual(named.keep(), [self.expected] * 2, (sealed, newest, n_rows))
                 client.ask(wire.STASH_DROP, struct.pack("<II", stash, 0)).object()
 
+    def test_what_policies_take_stands_behind_the_table(self):
+        """[layers][kv_heads][tokens] of external_scores: the first layer's fall, the second's rise."""
+        client = self.client()
+        cache, entries = self.paged_cache(client, True)
+        rows = client.add_memfd(self.memory(tensors()[:QUERY_BYTES]).fd, QUERY_BYTES)
+        stash = client.ask(wire.STASH_ADD, wire.stash(rows, 8, 32, 8 * 32, n_layers=2)).object()[0]
+        params = wire.integer(wire.KEEP_TOKENS, 5) + wire.text(wire.POLICY, "external")
+        table = struct.pack("<12i", *entries)
+        scores = struct.pack("<192f", *range(96, 0, -1), *range(96))
+
+        def ask(bulk, extras=4):
+            message = wire.score(cache, stash, 96, layers=(0, 2), table=(0, 12, 1, 4, 0), params=params, extras=extras)
+            return client.ask(wire.SCORE, message, bulk)
+
+        self.assertEqual(ask(table + scores).keep(), [list(range(5)), list(range(91, 96))])
+        for bulk in (table, table + scores[:-1], table + scores[:-4], table + scores + b"\0"):
+            status, text = ask(bulk).error()
+            self.assertEqual(status, wire.INVALID, text)
+        status, text = ask(table + scores, extras=1).error()
+        self.assertEqual((status, text), (wire.INVALID, "block 0: token_weight: policy external does not take it"))
+        for bulk, extras in ((table + scores, 0), (table[:-1], 4), (table + scores, 16)):
+            with self.client() as other:
+                other.send(wire.SCORE, wire.score(1, 1, 96, table=(0, 12, 1, 4, 0), extras=extras), bulk)
+                self.assertEqual(other.receive().error()[0], wire.MALFORMED)
+
     def test_page_table_entries_outside_the_region_are_an_error_of_the_request(self):
         client = self.client()
         for sealed in (True, False):

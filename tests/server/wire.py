@@ -65,9 +65,9 @@ def score_blocks(blocks, params=b"", flags=0, fence=(0, 0, 0), output=(0, 0, 0))
 
 
 def score(cache, stash, tokens, slot=0, newest=7, rows=8, layers=(0, 1), table=(0, 0, 0, 0, 0), params=b"", flags=0,
-          fence=(0, 0, 0), output=(0, 0, 0)):
-    return struct.pack("<IIIIIHHIIIIBBBxH2xQQq", cache, stash, slot, newest, rows, *layers, tokens, 0, table[0], table[1],
-                       table[2], table[3], flags, len(params), table[4], 0, 0) + fence_and_output(fence, output) + params
+          extras=0, fence=(0, 0, 0), output=(0, 0, 0)):
+    return struct.pack("<IIIIIHHIIIIBBBBH2xQQq", cache, stash, slot, newest, rows, *layers, tokens, 0, table[0], table[1],
+                       table[2], table[3], flags, extras, len(params), table[4], 0, 0) + fence_and_output(fence, output) + params
 
 
 def cache(views, q_heads=2, kv_heads=1, dim=8, page_tokens=0):
