@@ -202,7 +202,14 @@ static bool same_group(const struct candidate *a, const struct candidate *b)
            memcmp(a->prefix, b->prefix, a->length) == 0;
 }
 
-/* The block's name: the prefix without the separator at its end, or the file's name without its
+/* The prefix without the separator at its end. */
+static size_t text_length(const struct candidate *c)
+{
+    const bool ends = c->length > 0 && is_separator(c->prefix[c->length - 1]);
+    return c->length - (ends ? 1 : 0);
+}
+
+/* The block's name: that, or the file's name without its
  * extension where nothing is left. With several files, "FILE:prefix". */
 static char *block_name(const struct dkv_tensor_file *file, const struct candidate *c,
                         bool several_files)
@@ -211,9 +218,7 @@ static char *block_name(const struct dkv_tensor_file *file, const struct candida
     const char *base = slash == NULL ? file->path : slash + 1;
     const char *dot = strrchr(base, '.');
     const size_t stem = dot == NULL || dot == base ? strlen(base) : (size_t)(dot - base);
-    size_t length = c->length;
-    if (length > 0 && is_separator(c->prefix[length - 1]))
-        length--;
+    const size_t length = text_length(c);
     char raw[512];
     if (length == 0)
         snprintf(raw, sizeof(raw), "%.*s", (int)stem, base);
@@ -262,6 +267,10 @@ static enum dkv_status form_block(const struct dkv_tensor_file *file, const stru
         .query = members[0],
         .key = members[1],
         .value = members[2],
+        .file = file,
+        .prefix = group->prefix,
+        .prefix_length = group->length,
+        .text_length = text_length(group),
     };
     if (block->name == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a name");

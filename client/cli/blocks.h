@@ -19,6 +19,12 @@ struct dkv_named_block {
     const struct dkv_tensor *query;
     const struct dkv_tensor *key;
     const struct dkv_tensor *value;
+
+    /* Where it is from; NULL and empty if it was not found by name. */
+    const struct dkv_tensor_file *file;
+    const char *prefix;   /* start of the tensors' names, or what `{}` stands for; not ended */
+    size_t prefix_length; /* with the separator at its end */
+    size_t text_length;   /* without it */
 };
 
 /* Zero is an empty list. */

@@ -8,6 +8,7 @@
 #include "client/call.h"
 #include "client/cli/commands.h"
 #include "client/cli/dumps.h"
+#include "client/cli/extras.h"
 #include "client/cli/options.h"
 #include "client/transport.h"
 #include "proto/params.h"
@@ -199,13 +200,20 @@ static int ask(struct command *c, const struct dkv_named_block *block, const cha
         params[n++] = dropkv_int("layer", (int64_t)layer);
     request.params = params;
     request.n_params = n;
-    if (dkv_block_request(block, &request, &error) != DKV_OK ||
-        dropkv_score(c->client, &request, result_out, (struct dropkv_error *)&error) != DROPKV_OK) {
-        char subject[128];
-        snprintf(subject, sizeof(subject), "%.80s, %s", block->name, policy);
-        return dkv_fail(subject, &error);
-    }
-    return EX_OK;
+    const struct dkv_extra_sources sources = {.files = c->dumps.files, .n_files = c->dumps.n_files};
+    struct dkv_extras extras = {0};
+    enum dkv_status status = dkv_block_request(block, &request, &error);
+    if (status == DKV_OK)
+        status = dkv_extras_add(&sources, block, policy, &request, &extras, &error);
+    if (status == DKV_OK)
+        status = (enum dkv_status)dropkv_score(c->client, &request, result_out,
+                                               (struct dropkv_error *)&error);
+    dkv_extras_fini(&extras);
+    if (status == DKV_OK)
+        return EX_OK;
+    char subject[128];
+    snprintf(subject, sizeof(subject), "%.80s, %s", block->name, policy);
+    return dkv_fail(subject, &error);
 }
 
 static int measure(struct dkv_outputs *const *outputs, const struct dropkv_result *result,

@@ -7,6 +7,7 @@
  */
 #include "client/cli/commands.h"
 #include "client/cli/dumps.h"
+#include "client/cli/extras.h"
 #include "client/cli/options.h"
 #include "client/cli/report.h"
 #include "client/cli/terminal.h"
@@ -44,6 +45,7 @@ struct options {
     char *query;
     char *key;
     char *value;
+    char *extras[DKV_EXTRA_ROLES];
     char *raw_dtype;
     char *format_name;
     char *output;
@@ -56,7 +58,10 @@ struct options {
 struct command {
     struct options o;
     struct dkv_dumps dumps;
+    struct dkv_dumps extra_files; /* .npy */
     struct dkv_block_list blocks;
+    struct dkv_extra_sources sources;
+    struct dkv_extras *extras; /* [blocks.n_blocks] */
     struct dkv_outcome *outcomes;
     struct dropkv_client *client;
     const char *endpoint; /* the one that is used */
@@ -178,6 +183,33 @@ static int open_npy_block(struct command *c)
     return c->blocks.blocks[0].name == NULL ? dkv_fail_memory() : EX_OK;
 }
 
+/* What policies take: a tensor of the dumps by its name, or the one of a file. */
+static int open_extras(struct command *c)
+{
+    int code = dkv_dumps_init(&c->extra_files, DKV_EXTRA_ROLES);
+    c->sources.files = c->dumps.files;
+    c->sources.n_files = c->dumps.n_files;
+    for (unsigned i = 0; code == EX_OK && i < DKV_EXTRA_ROLES; i++) {
+        const char *name = c->o.extras[i];
+        if (name == NULL || !names_a_file(name)) {
+            c->sources.names[i] = name;
+            continue;
+        }
+        const struct dkv_tensor_file *file = &c->extra_files.files[c->extra_files.n_files];
+        code = dkv_dumps_add(&c->extra_files, name);
+        if (code == EX_OK && (c->blocks.n_blocks != 1 || !is_npy(file))) {
+            dkv_complain(is_npy(file) ? "%s: one array, and these are several blocks"
+                                      : "%s: not an npy file",
+                         name);
+            code = is_npy(file) ? EX_USAGE : EX_DATAERR;
+        }
+        if (code == EX_OK)
+            c->sources.tensors[i] = &file->index.tensors[0];
+    }
+    c->extras = calloc(c->blocks.n_blocks, sizeof(c->extras[0]));
+    return code == EX_OK && c->extras == NULL ? dkv_fail_memory() : code;
+}
+
 static int open_blocks(struct command *c, const char **paths)
 {
     const bool npy = c->o.query != NULL && names_a_file(c->o.query);
@@ -185,8 +217,10 @@ static int open_blocks(struct command *c, const char **paths)
         dkv_complain("--query %s names a file, so no dump may be named beside it", c->o.query);
         return EX_USAGE;
     }
-    const int code = npy ? open_npy_block(c)
-                         : dkv_dumps_open(&c->dumps, "score", paths, &c->o.patterns, &c->blocks);
+    int code = npy ? open_npy_block(c)
+                   : dkv_dumps_open(&c->dumps, "score", paths, &c->o.patterns, &c->blocks);
+    if (code == EX_OK)
+        code = open_extras(c);
     if (code == EX_OK && c->o.format->one_block && c->blocks.n_blocks != 1) {
         dkv_complain("--format npy holds one block, these are %zu; use safetensors",
                      c->blocks.n_blocks);
@@ -243,7 +277,9 @@ static int submit_block(struct command *c, size_t i)
     request.n_params = name_layer(c, i, params);
     request.want_scores = c->o.want_scores;
     request.user = &c->outcomes[i];
-    if (dkv_block_request(block, &request, &error) != DKV_OK)
+    if (dkv_block_request(block, &request, &error) != DKV_OK ||
+        dkv_extras_add(&c->sources, block, given(c, "policy"), &request, &c->extras[i], &error) !=
+            DKV_OK)
         return dkv_fail(block->name, &error);
     c->outcomes[i].name = block->name;
     c->outcomes[i].q_heads = request.q_heads;
@@ -375,13 +411,19 @@ static void command_fini(struct command *c)
     for (size_t i = 0; c->outcomes != NULL && i < c->blocks.n_blocks; i++)
         dropkv_result_free((struct dropkv_result *)(uintptr_t)c->outcomes[i].result);
     free(c->outcomes);
+    for (size_t i = 0; c->extras != NULL && i < c->blocks.n_blocks; i++)
+        dkv_extras_fini(&c->extras[i]);
+    free(c->extras);
     dkv_block_list_fini(&c->blocks);
     dkv_dumps_fini(&c->dumps);
+    dkv_dumps_fini(&c->extra_files);
     dkv_param_options_fini(&c->o.params);
     free(c->o.endpoint);
     free(c->o.query);
     free(c->o.key);
     free(c->o.value);
+    for (unsigned i = 0; i < DKV_EXTRA_ROLES; i++)
+        free(c->o.extras[i]);
     free(c->o.raw_dtype);
     free(c->o.format_name);
     free(c->o.output);
@@ -396,6 +438,10 @@ int dkv_cmd_score(int argc, const char **argv)
         {"query", 0, POPT_ARG_STRING, &o->query, 0, "Name of the query tensors; {} stands for the layer. Or a .npy file", "NAME"},
         {"key", 0, POPT_ARG_STRING, &o->key, 0, "The same for the keys", "NAME"},
         {"value", 0, POPT_ARG_STRING, &o->value, 0, "The same for the values", "NAME"},
+        {"token-weight", 0, POPT_ARG_STRING, &o->extras[DKV_ROLE_TOKEN_WEIGHT], 0, "What criticalkv takes, F32 [B,Hkv,n]; likewise a name or a .npy file [PREFIXtoken_weight]", "NAME"},
+        {"carry-in", 0, POPT_ARG_STRING, &o->extras[DKV_ROLE_CARRY_IN], 0, "What h2o and kvzip take, F32 [B,Hkv,n]: the scores of the call before [PREFIXcarry_in]", "NAME"},
+        {"external-scores", 0, POPT_ARG_STRING, &o->extras[DKV_ROLE_EXTERNAL_SCORES], 0, "What external selects by, F32 [B,Hkv,n] [PREFIXexternal_scores]", "NAME"},
+        {"value-metric", 0, POPT_ARG_STRING, &o->extras[DKV_ROLE_VALUE_METRIC], 0, "What restkv takes, F32 [Hq,Dv,Dv] [PREFIXvalue_metric]", "NAME"},
         {"dtype", 0, POPT_ARG_STRING, &o->raw_dtype, 0, "What raw .npy elements are: bf16, f8_e4m3 or f8_e5m2", "TYPE"},
         POPT_TABLEEND,
     };

@@ -197,8 +197,8 @@ static void shapes_must_fit_together(void **state)
     struct dkv_error error;
     struct dkv_tensor_file file = FILE_OF("d", "k", "q", "v");
     struct dkv_tensor *key = &file.index.tensors[0];
-    const struct dkv_named_block block = {NULL, &file.index.tensors[1], key,
-                                          &file.index.tensors[2]};
+    const struct dkv_named_block block = {
+        .query = &file.index.tensors[1], .key = key, .value = &file.index.tensors[2]};
     assert_int_equal(dkv_block_request(&block, &request, &error), DKV_OK);
     assert_int_equal(request.batch, 1);
     assert_int_equal(request.kv_heads, 2);
@@ -229,8 +229,9 @@ static void a_missing_batch_dimension_means_one(void **state)
         memmove(t->shape, t->shape + 1, 3 * sizeof(t->shape[0]));
         t->n_dims = 3;
     }
-    const struct dkv_named_block block = {NULL, &file.index.tensors[1], &file.index.tensors[0],
-                                          &file.index.tensors[2]};
+    const struct dkv_named_block block = {.query = &file.index.tensors[1],
+                                          .key = &file.index.tensors[0],
+                                          .value = &file.index.tensors[2]};
     assert_int_equal(dkv_block_request(&block, &request, NULL), DKV_OK);
     assert_int_equal(request.batch, 1);
     assert_int_equal(request.n_tokens, 5);

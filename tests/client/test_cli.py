@@ -142,6 +142,21 @@ class Embedded(Case):
         self.fails(embedded(DUMP, "--format", "npy"), 64, "one block", "6")
         self.fails(embedded(source, "--format", "npy", "--scores"), 64, "--output")
 
+    def test_what_a_policy_takes_may_be_an_npy_file(self):
+        source = DATA / "golden" / "qwen_like_bf16.safetensors"
+        heads, tokens = read_safetensors(source.read_bytes())[0]["key"][1][1:3]
+        given = self.folder / "given.npy"
+        scores = array.array("f", (float(t) for _ in range(heads) for t in range(tokens, 0, -1)))
+        write_npy(given, "<f4", [heads, tokens], scores.tobytes())
+        options = ("--policy", "external", "--keep-tokens", "3", "-f", "json", "--external-scores")
+        block = json.loads(self.ok(embedded(source, *options, given)))["blocks"][0]
+        self.assertEqual(block["keep_indices"], [[[0, 1, 2]] * heads])
+        self.fails(embedded(DUMP, *options, given), 64, "given.npy", "several blocks")
+        self.fails(embedded(source, *options, self.folder / "none.npy"), 66, "none.npy")
+        text = self.folder / "text.npy"
+        text.write_text("no array")
+        self.fails(embedded(source, *options, text), 65, "text.npy")
+
     def test_golden_files_keep_what_two_oracles_keep(self):
         """Exactly, where the cut is not a tie for float32; the kernels' tests judge the others."""
         n_compared = 0

@@ -22,12 +22,17 @@ POLICIES = ["dropkv", "snapkv", "tova", "h2o", "cake", "andpro", "criticalkv", "
             "knorm", "streaming", "random", "external"]
 
 
-def score(endpoint, *options):
-    done = subprocess.run([CLIENT, "score", "--endpoint", endpoint, DUMP, "--format", "json", *options],
+def score(endpoint, *options, dumps=(DUMP,)):
+    done = subprocess.run([CLIENT, "score", "--endpoint", endpoint, *dumps, "--format", "json", *options],
                           capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise AssertionError(done.stderr)
     return json.loads(done.stdout)["blocks"]
+
+
+def strip(blocks):
+    """Without names, which several dumps lengthen."""
+    return [{key: value for key, value in block.items() if key != "name"} for block in blocks]
 
 
 class Policies(unittest.TestCase):
@@ -43,10 +48,10 @@ class Policies(unittest.TestCase):
         cls.daemon.__exit__(None, None, None)
         cls.folder.cleanup()
 
-    def everywhere(self, *options):
-        blocks = score("embedded:", *options)
-        self.assertEqual(blocks, score(self.http, *options))
-        self.assertEqual(blocks, score("unix://" + self.socket, *options))
+    def everywhere(self, *options, dumps=(DUMP,)):
+        blocks = score("embedded:", *options, dumps=dumps)
+        self.assertEqual(blocks, score(self.http, *options, dumps=dumps))
+        self.assertEqual(blocks, score("unix://" + self.socket, *options, dumps=dumps))
         return blocks
 
     def test_every_policy_has_one_answer(self):
@@ -83,6 +88,76 @@ class Policies(unittest.TestCase):
         self.assertEqual([len(block["keep_indices"][0][1]) for block in blocks], [100, 90, 80, 70, 60, 50])
         blocks = self.everywhere("--layers", "fixed", "--per-head", "40,90")
         self.assertEqual([[len(kept) for kept in block["keep_indices"][0]] for block in blocks], [[40, 90]] * 6)
+
+    def with_tensors(self, name, **tensors):
+        """A dump in which every layer has these float32 tensors, too, and one that holds them alone."""
+        data = pathlib.Path(DUMP).read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header, body, alone = json.loads(data[8 : 8 + length]), data[8 + length :], {}
+        for layer in range(6):
+            for role, (shape, make) in tensors.items():
+                n = 1
+                for extent in shape:
+                    n *= extent
+                floats = struct.pack("<%df" % n, *(make(layer, i) for i in range(n)))
+                alone["layers.%d.%s" % (layer, role)] = ("F32", shape, floats)
+        both = {key: (t["dtype"], t["shape"], body[slice(*t["data_offsets"])]) for key, t in header.items()
+                if key != "__metadata__"}
+        paths = []
+        for which, content in (("both", {**both, **alone}), ("alone", alone)):
+            head, data = {}, b""
+            for key, (dtype, shape, part) in content.items():
+                head[key] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(part)]}
+                data += part
+            text = json.dumps(head).encode()
+            paths.append(os.path.join(self.folder.name, "%s.%s.safetensors" % (name, which)))
+            pathlib.Path(paths[-1]).write_bytes(struct.pack("<Q", len(text)) + text + data)
+        return paths
+
+    def test_what_policies_take_comes_from_dumps(self):
+        """Beside the block's tensors, in a file of their own, or by a name of the caller's; one answer everywhere."""
+        by_token = [1, 2, 1024]
+        for policy, role, shape, make in (
+                ("criticalkv", "token_weight", by_token, lambda layer, i: 1.0 + (i * 37 + layer) % 1000),
+                ("h2o", "carry_in", by_token, lambda layer, i: (i * 53 + layer) % 16),
+                ("kvzip", "carry_in", by_token, lambda layer, i: (i * 53 + layer) % 1024 / 1024),
+                ("restkv", "value_metric", [8, 64, 64], lambda layer, i: (i % 65 == 0) * (1.0 + i // 65 % 64))):
+            with self.subTest(policy=policy):
+                both, alone = self.with_tensors(policy, **{role: (shape, make)})
+                options = ("--policy", policy, "--keep-tokens", "100", "--scores")
+                without = self.everywhere(*options)
+                blocks = self.everywhere(*options, dumps=(both,))
+                self.assertNotEqual([block["keep_indices"] for block in blocks],
+                                    [block["keep_indices"] for block in without])
+                self.assertEqual(strip(blocks), strip(score("embedded:", *options, dumps=(DUMP, alone))))
+                named = ("--" + role.replace("_", "-"), "{}." + role)
+                self.assertEqual(blocks, score("embedded:", *options, *named, dumps=(both,)))
+                self.assertEqual(without, score("embedded:", *options, dumps=(DUMP,)))
+
+    def test_scores_given_are_what_external_selects_by(self):
+        both, _ = self.with_tensors("external", external_scores=([2, 1024], lambda layer, i: -abs(i % 1024 - 100 * layer)))
+        blocks = self.everywhere("--policy", "external", "--keep-tokens", "3", dumps=(both,))
+        for layer, block in enumerate(blocks[1:], 1):
+            self.assertEqual(block["keep_indices"], [[[100 * layer + d for d in (-1, 0, 1)]] * 2])
+
+    def test_tensors_that_are_not_what_a_policy_takes_are_named(self):
+        def failed(dump, *options):
+            done = subprocess.run([CLIENT, "score", "--endpoint", "embedded:", dump, *options], capture_output=True,
+                                  text=True, check=False)
+            self.assertEqual(done.returncode, 65, options)
+            return done.stderr
+
+        both, _ = self.with_tensors("wrong", token_weight=([1, 2, 1023], lambda layer, i: 1.0))
+        self.assertIn("token_weight: shape[2] is 1023, the block needs 1024", failed(both, "--policy", "criticalkv"))
+        self.assertIn("token_weight: elements of type BF16, F32 is needed",
+                      failed(both, "--policy", "criticalkv", "--token-weight", "{}.key"))
+        self.assertIn("there is no tensor layers.0.nothing", failed(both, "--policy", "h2o", "--carry-in", "{}.nothing"))
+        self.assertIn("external_scores: policy external needs them", failed(DUMP, "--policy", "external"))
+        both, _ = self.with_tensors("refused", token_weight=([2, 1024], lambda layer, i: 1.0))
+        self.assertIn("token_weight: policy snapkv does not take it",
+                      failed(both, "--policy", "snapkv", "--token-weight", "{}.token_weight"))
+        both, _ = self.with_tensors("negative", token_weight=([2, 1024], lambda layer, i: -1.0))
+        self.assertIn("token_weight", failed(both, "--policy", "criticalkv"))
 
     def compare(self, *options):
         return subprocess.run([CLIENT, "compare", "--endpoint", "embedded:", DUMP, *options],
