@@ -29,6 +29,8 @@ struct dkv_ask *dkv_ask_new(struct dkv_session *session, uint64_t id)
         free(ask);
         return NULL;
     }
+    dkv_job_charge_to(ask->job, &ask->server->bodies.quota,
+                      dkv_backend_client_holder(session->client));
     return ask;
 }
 

@@ -46,8 +46,9 @@ enum dkv_status dkv_ask_place_rows(struct dkv_ask *ask, struct dkv_error *err)
         return dkv_error_set(err, DKV_E_TOO_LARGE,
                              "query rows around the end of their rings are above %" PRIu64 " bytes",
                              ROWS_BYTES_MAX);
-    enum dkv_status status = dkv_body_reserve(&ask->rows, &ask->server->bodies, total, 0, true,
-                                              err);
+    enum dkv_status status = dkv_body_reserve(&ask->rows, &ask->server->bodies,
+                                              dkv_backend_client_holder(ask->session->client),
+                                              total, 0, true, err);
     if (status != DKV_OK)
         return status;
     uint8_t *next = ask->rows.data;

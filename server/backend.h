@@ -70,6 +70,7 @@ void dkv_backend_close(struct dkv_backend *backend);
 /* The client of that name, made if nobody has it; NULL makes one without a name. NULL if out of
  * memory. */
 struct dkv_backend_client *dkv_backend_client_get(struct dkv_backend *backend, const char *name);
+struct dkv_quota_holder *dkv_backend_client_holder(const struct dkv_backend_client *client);
 bool dkv_backend_client_is(const struct dkv_backend_client *client, const char *name);
 void dkv_backend_client_put(struct dkv_backend_client *client); /* NULL is fine */
 

@@ -9,6 +9,7 @@ static void free_client(struct dkv_backend_client *client)
 {
     dkv_admission_client_fini(client->backend->queue, &client->share);
     dkv_list_remove(&client->node);
+    dkv_quota_holder_unref(client->holder);
     free(client);
 }
 
@@ -29,14 +30,24 @@ struct dkv_backend_client *dkv_backend_client_get(struct dkv_backend *backend, c
             }
         }
     struct dkv_backend_client *client = calloc(1, sizeof(*client));
-    if (client == NULL)
+    struct dkv_quota_holder *holder = dkv_quota_holder_new();
+    if (client == NULL || holder == NULL) {
+        dkv_quota_holder_unref(holder);
+        free(client);
         return NULL;
+    }
+    client->holder = holder;
     client->backend = backend;
     client->n_refs = 1;
     snprintf(client->name, sizeof(client->name), "%s", name != NULL ? name : "");
     dkv_admission_client_init(backend->queue, &client->share);
     dkv_list_push_back(&backend->clients, &client->node);
     return client;
+}
+
+struct dkv_quota_holder *dkv_backend_client_holder(const struct dkv_backend_client *client)
+{
+    return client->holder;
 }
 
 bool dkv_backend_client_is(const struct dkv_backend_client *client, const char *name)

@@ -59,6 +59,7 @@ struct dkv_backend {
 struct dkv_backend_client {
     struct dkv_admission_client share;
     struct dkv_backend *backend;
+    struct dkv_quota_holder *holder; /* what it holds of memory */
     struct dkv_list node;
     unsigned n_refs;
     unsigned n_jobs; /* taken and not handed out: the queue counts them only until they end */

@@ -25,9 +25,13 @@
 #define POPULATE_STEP (UINT64_C(1) << 20) /* of a large one */
 #define STREAM_FROM   (UINT64_C(4) << 20) /* ranges above this are written past the caches */
 
-void dkv_body_pool_init(struct dkv_body_pool *pool, struct dkv_arena *arena, uint64_t limit_bytes)
+void dkv_body_pool_init(struct dkv_body_pool *pool, struct dkv_arena *arena, uint64_t limit_bytes,
+                        uint64_t client_bytes)
 {
-    *pool = (struct dkv_body_pool){.arena = arena, .limit_bytes = limit_bytes};
+    *pool = (struct dkv_body_pool){
+        .arena = arena,
+        .quota = {.limit_bytes = limit_bytes, .client_bytes = client_bytes},
+    };
 }
 
 static void drop_warm(struct dkv_body_pool *pool)
@@ -38,20 +42,8 @@ static void drop_warm(struct dkv_body_pool *pool)
 
 void dkv_body_pool_fini(struct dkv_body_pool *pool)
 {
-    assert(pool->charged_bytes == 0);
+    assert(pool->quota.charged_bytes == 0);
     drop_warm(pool);
-}
-
-static enum dkv_status charge(struct dkv_body *body, uint64_t n_bytes, struct dkv_error *err)
-{
-    struct dkv_body_pool *pool = body->pool;
-    if (n_bytes > pool->limit_bytes - pool->charged_bytes)
-        return dkv_error_set(err, DKV_E_BUSY, "bodies waiting hold %llu of %llu bytes",
-                             (unsigned long long)pool->charged_bytes,
-                             (unsigned long long)pool->limit_bytes);
-    pool->charged_bytes += n_bytes;
-    body->charged_bytes += n_bytes;
-    return DKV_OK;
 }
 
 void dkv_body_pool_trim(struct dkv_body_pool *pool, uint64_t now_ms)
@@ -99,19 +91,21 @@ static void populate(struct dkv_body *body, uint64_t end)
 }
 
 enum dkv_status dkv_body_reserve(struct dkv_body *body, struct dkv_body_pool *pool,
-                                 uint64_t capacity_bytes, uint64_t head_bytes, bool length_known,
-                                 struct dkv_error *err)
+                                 struct dkv_quota_holder *holder, uint64_t capacity_bytes,
+                                 uint64_t head_bytes, bool length_known, struct dkv_error *err)
 {
     assert(body->pool == NULL && head_bytes <= capacity_bytes);
-    struct dkv_body fresh = {.pool = pool, .capacity_bytes = capacity_bytes};
-    if (length_known) {
-        enum dkv_status status = charge(&fresh, capacity_bytes, err);
-        if (status != DKV_OK)
-            return status;
+    struct dkv_body fresh = {.pool = pool,
+                             .capacity_bytes = capacity_bytes,
+                             .charge = dkv_charge_begin(&pool->quota, holder)};
+    enum dkv_status status = dkv_charge_add(&fresh.charge, length_known ? capacity_bytes : 0, err);
+    if (status != DKV_OK) {
+        dkv_charge_end(&fresh.charge);
+        return status;
     }
     map(&fresh, capacity_bytes + DKV_BODY_ALIGN);
     if (fresh.mapping == NULL) {
-        pool->charged_bytes -= fresh.charged_bytes;
+        dkv_charge_end(&fresh.charge);
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a body of %llu bytes",
                              (unsigned long long)capacity_bytes);
     }
@@ -149,11 +143,11 @@ enum dkv_status dkv_body_append(struct dkv_body *body, const void *bytes, size_t
         return dkv_error_set(err, DKV_E_TOO_LARGE, "body is above %llu bytes",
                              (unsigned long long)body->capacity_bytes);
     const uint64_t needed = body->received_bytes + n_bytes;
-    if (needed > body->charged_bytes) {
-        uint64_t step = needed - body->charged_bytes;
-        const uint64_t room = body->capacity_bytes - body->charged_bytes;
+    if (needed > body->charge.bytes) {
+        uint64_t step = needed - body->charge.bytes;
+        const uint64_t room = body->capacity_bytes - body->charge.bytes;
         step = step > CHARGE_STEP ? step : (room < CHARGE_STEP ? room : CHARGE_STEP);
-        enum dkv_status status = charge(body, step, err);
+        enum dkv_status status = dkv_charge_add(&body->charge, step, err);
         if (status != DKV_OK)
             return status;
     }
@@ -168,7 +162,7 @@ void dkv_body_release(struct dkv_body *body)
     struct dkv_body_pool *pool = body->pool;
     if (pool == NULL)
         return;
-    pool->charged_bytes -= body->charged_bytes;
+    dkv_charge_end(&body->charge);
     const bool large = body->mapping_bytes > DKV_BODY_SMALL_BYTES + DKV_BODY_ALIGN;
     if (!large || pool->warm != NULL || body->received_bytes < body->mapping_bytes / 2) {
         dkv_arena_free(pool->arena, body->mapping, body->mapping_bytes, body->populated_bytes);

@@ -15,12 +15,13 @@
  * Owner   dkv_body is embedded in its owner; reserve/release. Moving it: copy the struct and zero
  *         the source.
  * Thread  one pool belongs to the loop thread; release() too. Reading the bytes: any.
- * Errors  NOMEM if the system refuses, BUSY if the pool's limit is reached: nothing was changed.
+ * Errors  NOMEM if the system refuses, BUSY if the quota says so: nothing was changed.
  */
 #ifndef DKV_SERVER_BODY_H
 #define DKV_SERVER_BODY_H
 
 #include "server/arena.h"
+#include "server/quota.h"
 
 #define DKV_BODY_ALIGN       64u
 #define DKV_BODY_SMALL_BYTES (256u << 10)
@@ -28,8 +29,7 @@
 
 struct dkv_body_pool {
     struct dkv_arena *arena;
-    uint64_t limit_bytes;   /* of all bodies together */
-    uint64_t charged_bytes; /* bodies with a length: all of it; chunked ones: what has arrived */
+    struct dkv_quota quota; /* bodies with a length: all of it; chunked ones: what has arrived */
     void *warm;             /* NULL, or a mapping released at warm_ms */
     uint64_t warm_bytes;
     uint64_t warm_ms;
@@ -42,11 +42,13 @@ struct dkv_body {
     unsigned char *data;     /* the first byte received */
     uint64_t capacity_bytes; /* at most this many may arrive */
     uint64_t received_bytes;
-    uint64_t charged_bytes;
+    struct dkv_charge charge;
     uint64_t populated_bytes; /* of the mapping: pages that exist */
 };
 
-void dkv_body_pool_init(struct dkv_body_pool *pool, struct dkv_arena *arena, uint64_t limit_bytes);
+/* `limit_bytes` of all bodies and answers together, `client_bytes` of one client's. */
+void dkv_body_pool_init(struct dkv_body_pool *pool, struct dkv_arena *arena, uint64_t limit_bytes,
+                        uint64_t client_bytes);
 
 /* Gives the warm mapping back if it has had its time. */
 void dkv_body_pool_trim(struct dkv_body_pool *pool, uint64_t now_ms);
@@ -55,10 +57,10 @@ void dkv_body_pool_trim(struct dkv_body_pool *pool, uint64_t now_ms);
 void dkv_body_pool_fini(struct dkv_body_pool *pool);
 
 /* Reserves room for `capacity_bytes`, whose first `head_bytes` are the JSON head. `length_known`:
- * that many will arrive, so they are charged at once. */
+ * that many will arrive, so they are charged at once, to `holder` too, which may be NULL. */
 enum dkv_status dkv_body_reserve(struct dkv_body *body, struct dkv_body_pool *pool,
-                                 uint64_t capacity_bytes, uint64_t head_bytes, bool length_known,
-                                 struct dkv_error *err);
+                                 struct dkv_quota_holder *holder, uint64_t capacity_bytes,
+                                 uint64_t head_bytes, bool length_known, struct dkv_error *err);
 
 /* Adds received bytes. TOO_LARGE past the capacity, BUSY if the pool cannot be charged; nothing is
  * stored then. */

@@ -79,7 +79,9 @@ const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
     NUMBER(max_connections, "256", 1, 65536, "", "Connections open at once"),
     NUMBER(max_queue_requests, "256", 1, 1048576, "", "Requests accepted and not answered yet"),
     NUMBER(max_queue_bytes, "0", 0, 64 * TIB, "bytes",
-           "Memory of all bodies received and not answered yet; 0: half of what there is"),
+           "Memory of all bodies and answers of requests in progress; 0: half of what there is"),
+    NUMBER(max_client_bytes, "0", 0, 64 * TIB, "bytes",
+           "Memory of one client's bodies and answers; 0: half of max_queue_bytes"),
     NUMBER(max_queue_read_bytes, "1TiB", 1, 64 * TIB, "bytes",
            "Tensor bytes that all requests accepted and not answered yet will read"),
     NUMBER(max_client_requests, "0", 0, 1048576, "",
@@ -360,14 +362,34 @@ static enum dkv_status check_path(const char *field, const char *path, struct dk
                          DKV_LOG_PATH_BYTES - 1);
 }
 
+uint64_t dkv_config_client_bytes(const struct dkv_config *config, uint64_t queue_bytes)
+{
+    const uint64_t bytes = config->max_client_bytes != 0 ? config->max_client_bytes
+                                                         : queue_bytes - queue_bytes / 2;
+    return bytes < queue_bytes ? bytes : queue_bytes;
+}
+
+/* Where memory is bounded by a number, a body above it could never be accepted. Where it is what
+ * the machine has, bodies are bounded by that, too (loop.c). */
+static enum dkv_status check_memory(const struct dkv_config *config, struct dkv_error *err)
+{
+    const uint64_t queue_bytes = config->max_queue_bytes != 0 ? config->max_queue_bytes
+                                                              : UINT64_MAX;
+    const uint64_t client_bytes = dkv_config_client_bytes(config, queue_bytes);
+    if (config->max_body_bytes <= client_bytes)
+        return DKV_OK;
+    return dkv_error_set(err, DKV_E_INVALID,
+                         "max_body_bytes: %llu is above %llu, what one client may hold "
+                         "(max_client_bytes, else half of max_queue_bytes), so such a body could "
+                         "never be accepted",
+                         (unsigned long long)config->max_body_bytes,
+                         (unsigned long long)client_bytes);
+}
+
 enum dkv_status dkv_config_check(const struct dkv_config *config, struct dkv_error *err)
 {
-    if (config->max_queue_bytes != 0 && config->max_body_bytes > config->max_queue_bytes)
-        return dkv_error_set(err, DKV_E_INVALID,
-                             "max_body_bytes: %llu is above max_queue_bytes %llu, so such a body "
-                             "could never be accepted",
-                             (unsigned long long)config->max_body_bytes,
-                             (unsigned long long)config->max_queue_bytes);
+    if (check_memory(config, err) != DKV_OK)
+        return DKV_E_INVALID;
     if (config->max_json_bytes > config->max_body_bytes)
         return dkv_error_set(
             err, DKV_E_INVALID, "max_json_bytes: %llu is above max_body_bytes %llu",

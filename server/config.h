@@ -42,6 +42,7 @@ struct dkv_config {
     uint64_t max_queue_requests;
     uint64_t max_queue_bytes; /* 0: half of the memory this process may use */
     uint64_t max_queue_read_bytes;
+    uint64_t max_client_bytes;      /* 0: half of max_queue_bytes */
     uint64_t max_client_requests;   /* 0: half of max_queue_requests */
     uint64_t max_client_read_bytes; /* 0: half of max_queue_read_bytes */
     uint64_t priorities;
@@ -88,7 +89,7 @@ struct dkv_config_field {
     bool is_list;               /* DKV_CONFIG_TEXT: arguments add up, with commas between */
 };
 
-#define DKV_CONFIG_FIELDS 48
+#define DKV_CONFIG_FIELDS 49
 
 extern const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS];
 
@@ -123,6 +124,9 @@ enum dkv_status dkv_config_load_env(struct dkv_config_state *state, struct dkv_e
 #define DKV_DEVICE_NAME_BYTES 32
 bool dkv_config_device(const struct dkv_config *config, unsigned index,
                        char name_out[DKV_DEVICE_NAME_BYTES]);
+
+/* What one client may hold of `queue_bytes`, which max_queue_bytes came to. */
+uint64_t dkv_config_client_bytes(const struct dkv_config *config, uint64_t queue_bytes);
 
 /* The rules that concern several fields. Also reads nothing: files are opened at start. */
 enum dkv_status dkv_config_check(const struct dkv_config *config, struct dkv_error *err);

@@ -42,6 +42,7 @@ struct dkv_exchange {
     unsigned refused_status;
     struct dkv_error refusal;
     const char *allow; /* of a 405 */
+    bool over_share;   /* why memory was refused: its client holds its share already */
     uint64_t retry_us; /* of a 429 or 503: advice for Retry-After; 0: none */
     char client_name[DKV_CLIENT_NAME_BYTES + 1]; /* of its token; "": the connection itself */
 

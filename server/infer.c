@@ -30,6 +30,8 @@
 #define REPLY_BYTES_MAX (UINT64_C(1) << 31)
 #define LONG_JSON_BYTES 16384u /* reading more would hold the loop up for too long */
 
+#define JSON_NUMBER_BYTES 16u /* at most: "-1.23456789e-38," */
+
 void dkv_infer_count_refusal(struct dkv_exchange *exchange, const struct dkv_error *err)
 {
     const struct dkv_job *job = exchange->job != NULL ? exchange->job : exchange->away;
@@ -95,6 +97,35 @@ enum dkv_status dkv_infer_admit(struct dkv_exchange *exchange, struct dkv_error 
     return DKV_OK;
 }
 
+/* Kept with the connection, since its next request will be the same one's. */
+struct dkv_backend_client *dkv_infer_client(struct dkv_exchange *exchange)
+{
+    struct dkv_conn *conn = exchange->conn;
+    const char *name = *exchange->client_name != '\0' ? exchange->client_name : NULL;
+    if (conn->client != NULL && dkv_backend_client_is(conn->client, name))
+        return conn->client;
+    dkv_backend_client_put(conn->client);
+    conn->client = dkv_backend_client_get(exchange->server->backend, name);
+    return conn->client;
+}
+
+unsigned dkv_infer_http_status(const struct dkv_exchange *exchange, enum dkv_status status)
+{
+    return status == DKV_E_BUSY && exchange->over_share ? 429
+                                                        : dkv_status_info(status)->http_status;
+}
+
+/* A job whose memory is its client's. */
+static struct dkv_job *new_job(struct dkv_exchange *exchange)
+{
+    struct dkv_server *server = exchange->server;
+    const struct dkv_backend_client *client = dkv_infer_client(exchange);
+    struct dkv_job *job = client != NULL ? dkv_job_new(&server->arena) : NULL;
+    if (job != NULL)
+        dkv_job_charge_to(job, &server->bodies.quota, dkv_backend_client_holder(client));
+    return job;
+}
+
 /* Any thread. */
 static enum dkv_status read_json(const struct dkv_server *server, struct dkv_job *job,
                                  const unsigned char *json, uint64_t json_bytes,
@@ -114,7 +145,7 @@ static enum dkv_status parse(struct dkv_exchange *exchange, uint64_t json_bytes,
                              uint64_t binary_bytes, struct dkv_error *err)
 {
     exchange->parsed = true;
-    exchange->job = dkv_job_new(&exchange->server->arena);
+    exchange->job = new_job(exchange);
     if (exchange->job == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "out of memory");
     return read_json(exchange->server, exchange->job, exchange->body.data, json_bytes, binary_bytes,
@@ -154,11 +185,11 @@ static void own_body(struct dkv_exchange *exchange)
 }
 
 /* Text takes a multiple of the numbers' size and is made in one piece. */
-static enum dkv_status check_json_outputs(const struct dkv_job *job, struct dkv_error *err)
+static enum dkv_status charge_json_outputs(struct dkv_job *job, struct dkv_error *err)
 {
     const uint64_t n_numbers = dkv_answer_numbers(job);
     if (n_numbers <= DKV_OIP_JSON_VALUES_MAX)
-        return DKV_OK;
+        return dkv_job_charge(job, n_numbers * JSON_NUMBER_BYTES, err);
     return dkv_error_set(err, DKV_E_TOO_LARGE,
                          "outputs: %llu JSON numbers are above %u, ask for binary_data",
                          (unsigned long long)n_numbers, DKV_OIP_JSON_VALUES_MAX);
@@ -169,6 +200,7 @@ static enum dkv_status prepare(struct dkv_exchange *exchange, struct dkv_error *
 {
     struct dkv_job *job = exchange->job;
     struct dkv_oip_memory memory = {0};
+    enum dkv_status status;
     void *vectors;
 
     own_body(exchange);
@@ -176,11 +208,12 @@ static enum dkv_status prepare(struct dkv_exchange *exchange, struct dkv_error *
                                                           : job->body.received_bytes;
     memory.binary = job->body.data + json_bytes;
     if (job->infer.side_bytes > 0) {
-        if (dkv_job_add_side(job, job->infer.side_bytes, err) != DKV_OK)
-            return DKV_E_NOMEM;
+        status = dkv_job_add_side(job, job->infer.side_bytes, err);
+        if (status != DKV_OK)
+            return status;
         memory.side = job->side;
     }
-    enum dkv_status status = dkv_oip_infer_set_model(&job->infer, exchange->match.model, err);
+    status = dkv_oip_infer_set_model(&job->infer, exchange->match.model, err);
     if (status != DKV_OK)
         return status;
     status = dkv_infer_shm_find(exchange, job, &memory, &vectors, err);
@@ -198,7 +231,8 @@ static enum dkv_status prepare(struct dkv_exchange *exchange, struct dkv_error *
     if (status == DKV_OK)
         status = dkv_infer_shm_check(exchange, job, err);
     if (status == DKV_OK)
-        status = check_json_outputs(job, err);
+        status = charge_json_outputs(job, err);
+    exchange->over_share = dkv_backend_client_holder(exchange->conn->client)->over_share;
     return status;
 }
 
@@ -218,20 +252,7 @@ static void refuse_with(struct dkv_exchange *exchange, unsigned http_status,
 
 static void refuse(struct dkv_exchange *exchange, const struct dkv_error *err)
 {
-    refuse_with(exchange, dkv_status_info(err->status)->http_status, err);
-}
-
-/* Who shares the device fairly with others: the holder of a token, over all its connections, or the
- * connection. Kept with the connection, since its next request will be the same one's. */
-static struct dkv_backend_client *client_of(struct dkv_exchange *exchange)
-{
-    struct dkv_conn *conn = exchange->conn;
-    const char *name = *exchange->client_name != '\0' ? exchange->client_name : NULL;
-    if (conn->client != NULL && dkv_backend_client_is(conn->client, name))
-        return conn->client;
-    dkv_backend_client_put(conn->client);
-    conn->client = dkv_backend_client_get(exchange->server->backend, name);
-    return conn->client;
+    refuse_with(exchange, dkv_infer_http_status(exchange, err->status), err);
 }
 
 /* The backend gives the job back. */
@@ -277,7 +298,7 @@ static void submit(struct dkv_exchange *exchange)
     struct dkv_error err = {0};
     struct dkv_backend_refusal refusal = {.http_status = 503};
     struct dkv_job *job = exchange->job;
-    struct dkv_backend_client *client = client_of(exchange);
+    struct dkv_backend_client *client = dkv_infer_client(exchange);
     job->done = on_done;
     job->overdue = on_overdue;
     job->owner = exchange;
@@ -354,7 +375,7 @@ static enum dkv_status start_reading(struct dkv_exchange *exchange, uint64_t jso
 {
     struct dkv_server *server = exchange->server;
     struct reading *reading = calloc(1, sizeof(*reading));
-    exchange->job = dkv_job_new(&server->arena);
+    exchange->job = new_job(exchange);
     if (reading == NULL || exchange->job == NULL) {
         free(reading);
         return dkv_error_set(err, DKV_E_NOMEM, "out of memory");

@@ -11,6 +11,13 @@
  * model or version, DRAINING or BUSY. */
 enum dkv_status dkv_infer_admit(struct dkv_exchange *exchange, struct dkv_error *err);
 
+/* Whose share of device and memory it uses: the holder of a token, over all its connections, or the
+ * connection. NULL if out of memory. */
+struct dkv_backend_client *dkv_infer_client(struct dkv_exchange *exchange);
+
+/* The HTTP status of a refusal; 429 where what was charged last was the client's own share. */
+unsigned dkv_infer_http_status(const struct dkv_exchange *exchange, enum dkv_status status);
+
 /* Called as the body arrives: reads the JSON part once it is complete, so that a bad request costs
  * no transfer. */
 enum dkv_status dkv_infer_progress(struct dkv_exchange *exchange, struct dkv_error *err);

@@ -124,8 +124,15 @@ static enum dkv_status reserve(struct dkv_exchange *exchange, struct dkv_error *
                              (unsigned long long)limit);
     const uint64_t capacity = exchange->has_length ? exchange->content_length : limit;
     const uint64_t head = exchange->has_json_length ? exchange->json_length : 0;
-    return dkv_body_reserve(&exchange->body, &exchange->server->bodies, capacity,
-                            head <= capacity ? head : capacity, exchange->has_length, err);
+    struct dkv_backend_client *client = tensor ? dkv_infer_client(exchange) : NULL;
+    if (tensor && client == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "out of memory");
+    struct dkv_quota_holder *holder = tensor ? dkv_backend_client_holder(client) : NULL;
+    const enum dkv_status status = dkv_body_reserve(
+        &exchange->body, &exchange->server->bodies, holder, capacity,
+        head <= capacity ? head : capacity, exchange->has_length, err);
+    exchange->over_share = holder != NULL && holder->over_share;
+    return status;
 }
 
 static void admit(struct dkv_exchange *exchange)
@@ -145,7 +152,7 @@ static void admit(struct dkv_exchange *exchange)
         dkv_infer_count_refusal(exchange, &err);
     dkv_infer_release(exchange);
     dkv_infer_leave(exchange);
-    refuse(exchange, dkv_status_info(status)->http_status, status, err.text);
+    refuse(exchange, dkv_infer_http_status(exchange, status), status, err.text);
 }
 
 bool dkv_intake_begin(struct dkv_exchange *exchange, const struct dkv_http_rules *rules,
@@ -175,7 +182,7 @@ static bool give_up_body(struct dkv_exchange *exchange, const struct dkv_error *
         dkv_infer_count_refusal(exchange, err);
     dkv_infer_release(exchange);
     dkv_infer_leave(exchange);
-    const unsigned http_status = dkv_status_info(err->status)->http_status;
+    const unsigned http_status = dkv_infer_http_status(exchange, err->status);
     if (exchange->has_length && left <= SWALLOW_BYTES) {
         refuse(exchange, http_status, err->status, err->text);
         return true;
@@ -195,6 +202,8 @@ bool dkv_intake_receive(struct dkv_exchange *exchange, const char *bytes, size_t
     if (exchange->refused_status != 0)
         return true; /* read over */
     status = dkv_body_append(&exchange->body, bytes, n_bytes, &err);
+    exchange->over_share = exchange->body.charge.holder != NULL &&
+                           exchange->body.charge.holder->over_share;
     if (status == DKV_OK && exchange->match.route->tensor)
         status = dkv_infer_progress(exchange, &err);
     return status == DKV_OK || give_up_body(exchange, &err);

@@ -19,6 +19,26 @@ struct dkv_job *dkv_job_new(struct dkv_arena *arena)
     return job;
 }
 
+void dkv_job_charge_to(struct dkv_job *job, struct dkv_quota *quota,
+                       struct dkv_quota_holder *holder)
+{
+    assert(job->charge.quota == NULL);
+    job->charge = dkv_charge_begin(quota, holder);
+}
+
+enum dkv_status dkv_job_charge(struct dkv_job *job, uint64_t bytes, struct dkv_error *err)
+{
+    /* With its body it must fit into one client's share, or coming back would not help. */
+    const struct dkv_quota *quota = job->charge.quota;
+    const uint64_t held = job->body.charge.bytes + job->charge.bytes;
+    if (quota != NULL && (held > quota->client_bytes || bytes > quota->client_bytes - held))
+        return dkv_error_set(err, DKV_E_TOO_LARGE,
+                             "request: body and answer take %llu bytes, one client may hold %llu",
+                             (unsigned long long)(held + bytes),
+                             (unsigned long long)quota->client_bytes);
+    return dkv_charge_add(&job->charge, bytes, err);
+}
+
 enum dkv_transport dkv_job_transport(const struct dkv_job *job, enum dkv_transport front)
 {
     for (uint32_t i = 0; job->parts != NULL && i < job->entry.n_parts; i++)
@@ -29,6 +49,9 @@ enum dkv_transport dkv_job_transport(const struct dkv_job *job, enum dkv_transpo
 
 enum dkv_status dkv_job_add_side(struct dkv_job *job, uint64_t bytes, struct dkv_error *err)
 {
+    const enum dkv_status status = dkv_job_charge(job, bytes, err);
+    if (status != DKV_OK)
+        return status;
     job->side = dkv_arena_alloc(job->arena, bytes);
     if (job->side == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for %llu bytes of numbers",
@@ -78,6 +101,9 @@ enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct 
     if (n_bytes > max_bytes)
         return dkv_error_set(err, DKV_E_TOO_LARGE, "reply: %llu bytes are above %llu",
                              (unsigned long long)n_bytes, (unsigned long long)max_bytes);
+    const enum dkv_status status = dkv_job_charge(job, n_bytes, err);
+    if (status != DKV_OK)
+        return status;
     job->keep = dkv_arena_alloc(job->arena, n_bytes + 1);
     if (job->keep == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a reply of %llu bytes",
@@ -174,5 +200,6 @@ void dkv_job_free(struct dkv_job *job)
     dkv_job_release_inputs(job);
     dkv_oip_infer_fini(&job->infer);
     dkv_arena_free(job->arena, job->keep, job->output_bytes, job->output_bytes);
+    dkv_charge_end(&job->charge);
     free(job);
 }

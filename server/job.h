@@ -61,6 +61,7 @@ struct dkv_job {
     struct dkv_list ended_node;         /* answered without a device */
 
     struct dkv_arena *arena;
+    struct dkv_charge charge; /* of what it takes beside the body */
     struct dkv_body body;
     struct dkv_oip_infer infer;
     void *side; /* [side_bytes], in the arena: small vectors and JSON numbers */
@@ -117,7 +118,14 @@ void dkv_job_close_ranks(struct dkv_job *job);
 
 struct dkv_job *dkv_job_new(struct dkv_arena *arena);
 
-/* Memory for JSON numbers, which the blocks will point into. */
+/* From now on what it takes of the arena beside its body is charged, until it is freed. */
+void dkv_job_charge_to(struct dkv_job *job, struct dkv_quota *quota,
+                       struct dkv_quota_holder *holder);
+
+/* Charges for what somebody else allocates on its behalf. BUSY, TOO_LARGE. */
+enum dkv_status dkv_job_charge(struct dkv_job *job, uint64_t bytes, struct dkv_error *err);
+
+/* Memory for JSON numbers, which the blocks will point into. BUSY, TOO_LARGE, NOMEM. */
 enum dkv_status dkv_job_add_side(struct dkv_job *job, uint64_t bytes, struct dkv_error *err);
 
 /* Allocates blocks and plans for a request of `n_blocks`. */
@@ -125,7 +133,7 @@ enum dkv_status dkv_job_add_blocks(struct dkv_job *job, uint32_t n_blocks, struc
 
 /* After the gate: allocates the outputs, divides the blocks into parts and describes those for
  * workers. Sizes come from plans that the gate bounded; `max_bytes` bounds what a reply may need.
- * TOO_LARGE, NOMEM; INVALID if one block lies on two devices. */
+ * TOO_LARGE, BUSY, NOMEM; INVALID if one block lies on two devices. */
 enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct dkv_error *err);
 
 /* Bytes of the rows that scoring a block reads once. The gate has bounded every factor. */

@@ -183,20 +183,21 @@ static uint64_t body_limit(const struct dkv_config *config)
     return least / 2;
 }
 
-/* Room for all bodies twice over, for answers, and for a chunked upload on every connection, each
- * of which may become as large as any: these are addresses, not memory. */
+/* Room for all bodies and answers twice over, and for a chunked upload on every connection, each of
+ * which may become as large as any: these are addresses, not memory. */
 static enum dkv_status open_memory(struct dkv_server *server, struct dkv_error *err)
 {
     const struct dkv_config *config = server->config;
     const uint64_t limit = body_limit(config);
     const uint64_t most = UINT64_C(1) << 42;
-    const uint64_t max_body = config->max_body_bytes < limit ? config->max_body_bytes : limit;
+    const uint64_t share = dkv_config_client_bytes(config, limit);
+    const uint64_t max_body = config->max_body_bytes < share ? config->max_body_bytes : share;
     uint64_t bytes;
     if (!dkv_mul_u64(max_body, config->max_connections, &bytes) ||
         !dkv_add_u64(bytes, 2 * limit, &bytes) || bytes > most)
         bytes = most > 2 * limit ? most : 2 * limit;
     enum dkv_status status = dkv_arena_open(&server->arena, bytes, limit, err);
-    dkv_body_pool_init(&server->bodies, &server->arena, limit);
+    dkv_body_pool_init(&server->bodies, &server->arena, limit, share);
     server->max_body_bytes = max_body;
     return status;
 }

@@ -255,9 +255,10 @@ static void write_gauges(const struct dkv_gauges *g, FILE *out)
                  g->queue->n_open);
     write_number(out, "dropkv_queue_limit_requests", "gauge", "Most of them that there may be.",
                  g->queue_limit_requests);
-    write_number(out, "dropkv_body_bytes", "gauge", "Bytes of bodies held.", g->body_bytes);
-    write_number(out, "dropkv_body_limit_bytes", "gauge", "Most bytes of bodies that may be held.",
-                 g->body_limit_bytes);
+    write_number(out, "dropkv_body_bytes", "gauge", "Bytes of bodies and answers held.",
+                 g->body_bytes);
+    write_number(out, "dropkv_body_limit_bytes", "gauge",
+                 "Most bytes of bodies and answers that may be held.", g->body_limit_bytes);
     write_number(out, "dropkv_scratch_bytes", "gauge", "Working memory of all engines.",
                  g->scratch_bytes);
 }

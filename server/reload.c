@@ -8,7 +8,8 @@
 #include <errno.h>
 #include <string.h>
 
-/* The others are read once, at start. */
+/* One a line; the others are read once, at start. */
+/* clang-format off */
 static const char *const live_fields[] = {
     "log_level",
     "nv_metrics",
@@ -19,6 +20,7 @@ static const char *const live_fields[] = {
     "max_queue_requests",
     "max_queue_bytes",
     "max_queue_read_bytes",
+    "max_client_bytes",
     "max_client_requests",
     "max_client_read_bytes",
     "aging_batches",
@@ -37,6 +39,7 @@ static const char *const live_fields[] = {
     "drain_timeout_ms",
     "trace_every",
 };
+/* clang-format on */
 
 bool dkv_reload_takes(const char *field)
 {
@@ -51,7 +54,7 @@ void dkv_reload_begin(struct dkv_server *server)
     const struct dkv_config *config = server->config;
     server->ceilings = (struct dkv_ceilings){
         .body_bytes = server->max_body_bytes,
-        .queue_bytes = server->bodies.limit_bytes,
+        .queue_bytes = server->bodies.quota.limit_bytes,
         .queue_requests = config->max_queue_requests,
         .connections = config->max_connections,
         .batch_items = config->max_batch_items,
@@ -144,12 +147,13 @@ static void apply(struct dkv_server *server)
     dkv_log_set_level(dkv_log_level_of(config->log_level));
     server->traces.every = config->trace_every;
     dkv_streams_set_strips(&server->streams, config->show_keep_sets);
-    server->bodies.limit_bytes = config->max_queue_bytes != 0 ? config->max_queue_bytes
-                                                              : most->queue_bytes;
+    struct dkv_quota *quota = &server->bodies.quota;
+    quota->limit_bytes = config->max_queue_bytes != 0 ? config->max_queue_bytes : most->queue_bytes;
+    quota->client_bytes = dkv_config_client_bytes(config, quota->limit_bytes);
     server->max_body_bytes = config->max_body_bytes < most->body_bytes ? config->max_body_bytes
                                                                        : most->body_bytes;
-    if (server->max_body_bytes > server->bodies.limit_bytes)
-        server->max_body_bytes = server->bodies.limit_bytes;
+    if (server->max_body_bytes > quota->client_bytes)
+        server->max_body_bytes = quota->client_bytes;
     if (server->http != NULL)
         dkv_http_relimit(server->http);
 }

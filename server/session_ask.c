@@ -236,7 +236,8 @@ void dkv_session_handle_score(struct dkv_session *session,
         status = dkv_error_set(&err, DKV_E_NOMEM, "out of memory");
     if (status == DKV_OK && header->bulk_bytes > 0)
         status = dkv_body_reserve(&ask->job->body, &session->all->server->bodies,
-                                  header->bulk_bytes, 0, true, &err);
+                                  dkv_backend_client_holder(session->client), header->bulk_bytes, 0,
+                                  true, &err);
     if (status != DKV_OK) {
         dkv_ask_free(ask);
         refuse(session, header->id, &err);

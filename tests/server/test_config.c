@@ -157,6 +157,8 @@ static void a_bad_argument_is_named_with_value_and_range(void **unused)
         {"--http=[::]:8480", {"http", "loopback", "token_file"}},
         {"--config=/nonexistent/x.json", {"config", "/nonexistent/x.json", "No such file"}},
         {"--max-queue-bytes=1MiB", {"max_body_bytes", "4294967296", "max_queue_bytes"}},
+        {"--max-queue-bytes=4GiB", {"max_body_bytes", "above 2147483648", "max_client_bytes"}},
+        {"--max-client-bytes=1GiB", {"max_body_bytes", "above 1073741824", "max_client_bytes"}},
     };
     for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
         dkv_config_fini(&state);

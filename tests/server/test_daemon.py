@@ -309,18 +309,6 @@ class Load(unittest.TestCase):
             self.assertEqual(metrics['dropkv_requests_total{outcome="ok"}'], 4)
             self.assertEqual(metrics["dropkv_batches_total"], 2, "what waited together runs together")
 
-    def test_memory_for_bodies_is_bounded(self):
-        with Occupied("--max-queue-bytes", "24MiB", "--max-body-bytes", "24MiB") as (daemon, occupant):
-            head, data = infer_body(**OCCUPANT)
-            with daemon.connect() as connection:
-                connection.sendall(request("POST", INFER, [
-                    "Inference-Header-Content-Length: %d" % len(head),
-                    "Content-Length: %d" % (len(head) + len(data))]))
-                reply = read_reply(connection)
-            self.assertEqual(reply.status, 503, reply.body)
-            self.assertIn("bytes", reply.error())
-            self.assertEqual(read_reply(occupant).status, 200)
-
     def test_a_request_whose_client_left_is_never_started(self):
         with Occupied() as (daemon, occupant):
             connection = daemon.connect()
