@@ -1,8 +1,9 @@
 /* Device names to engines. The CUDA engine is a module that is only opened when asked for, so that
  * a program without a GPU neither links nor loads anything of CUDA's.
  *
- * It is looked for beside the program (a build tree, an unpacked archive), then in the directory it
- * is installed in, under one name. It stays loaded: CUDA does not survive being unmapped.
+ * It is looked for beside the program (a build tree, an unpacked archive), beside the file that
+ * this code is in, if that is a library of somebody else's program, then in the directory it is
+ * installed in, under one name. It stays loaded: CUDA does not survive being unmapped.
  */
 #include "kernels/engine.h"
 
@@ -16,20 +17,35 @@
 #define MODULE_FILE   "dkv-cuda.so"
 #define MODULE_SYMBOL "dkv_engine_cuda"
 
-/* Paths relative to the program: installed side by side, and the build tree's. */
-static const char *const beside_program[] = {"", "kernels/cuda/", "../kernels/cuda/",
-                                             "../../kernels/cuda/"};
+/* Paths relative to the program or library: installed side by side, and the build tree's. */
+static const char *const beside[] = {"", "cuda/", "kernels/cuda/", "../kernels/cuda/",
+                                     "../../kernels/cuda/"};
 
-/* The program's directory with a trailing slash; "" if the system does not say. */
+#define N_BESIDE (sizeof(beside) / sizeof(beside[0]))
+
+/* Leaves a path's directory with a trailing slash; "" if there is none. */
+static void cut_to_directory(char *path)
+{
+    char *slash = strrchr(path, '/');
+    if (slash != NULL)
+        slash[1] = '\0';
+    else
+        path[0] = '\0';
+}
+
 static void program_directory(char *path_out, size_t bytes)
 {
     const ssize_t length = readlink("/proc/self/exe", path_out, bytes - 1);
     path_out[length > 0 ? length : 0] = '\0';
-    char *slash = strrchr(path_out, '/');
-    if (slash != NULL)
-        slash[1] = '\0';
-    else
-        path_out[0] = '\0';
+    cut_to_directory(path_out);
+}
+
+static void own_directory(char *path_out, size_t bytes)
+{
+    Dl_info info;
+    const bool known = dladdr(beside, &info) != 0 && info.dli_fname != NULL;
+    snprintf(path_out, bytes, "%s", known ? info.dli_fname : "");
+    cut_to_directory(path_out);
 }
 
 /* Why a module did not open: the loader's text without the path it starts with. */
@@ -44,11 +60,13 @@ static const char *loader_reason(void)
 
 static void *open_module(struct dkv_error *err)
 {
-    char directory[PATH_MAX], path[PATH_MAX + 64];
-    program_directory(directory, sizeof(directory));
-    for (size_t i = 0; i < sizeof(beside_program) / sizeof(beside_program[0]) + 1; i++) {
-        if (i < sizeof(beside_program) / sizeof(beside_program[0]))
-            snprintf(path, sizeof(path), "%s%s%s", directory, beside_program[i], MODULE_FILE);
+    char program[PATH_MAX], own[PATH_MAX], path[PATH_MAX + 64];
+    program_directory(program, sizeof(program));
+    own_directory(own, sizeof(own));
+    for (size_t i = 0; i < 2 * N_BESIDE + 1; i++) {
+        if (i < 2 * N_BESIDE)
+            snprintf(path, sizeof(path), "%s%s%s", i < N_BESIDE ? program : own,
+                     beside[i % N_BESIDE], MODULE_FILE);
         else
             snprintf(path, sizeof(path), "%s/%s", DKV_MODULE_DIR, MODULE_FILE);
         if (access(path, R_OK) != 0)
@@ -66,7 +84,7 @@ static void *open_module(struct dkv_error *err)
 
 static const struct dkv_engine_ops *cuda_ops(struct dkv_error *err)
 {
-    static const struct dkv_engine_ops *found;
+    static _Atomic(const struct dkv_engine_ops *) found;
     if (found != NULL)
         return found;
     void *module = open_module(err);

@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define DKV_ENGINE_ABI 3u
+#define DKV_ENGINE_ABI 4u
 
 /* One block of a batch.
  *
@@ -26,7 +26,9 @@ extern "C" {
  * scores_out  host float32 [kv_heads][n_tokens] or NULL: raw scores before pooling, descaled;
  *             0 before valid_from.
  * status, error   written by the engine. On anything but DKV_OK the outputs are undefined and only
- *                 this item failed; its neighbours are answered.
+ *                 this item failed; its neighbours are answered. Who does not want an item's answer
+ *                 any more may set its status to DKV_E_CANCELLED between submit() and wait():
+ *                 then nothing is written to its outputs.
  * nonfinite   false from the caller; true from the engine if it met NaN or infinity, be it that it
  *             refused the block for it (nonfinite=error) or that it masked tokens (nonfinite=mask,
  *             of which the CUDA engine does not tell).
@@ -49,8 +51,18 @@ struct dkv_engine_config {
     int device;       /* CUDA engine: device ordinal */
     size_t max_batch_bytes;   /* host bytes of one batch that staging is sized for; 0: default */
     unsigned max_batch_items; /* 0: default */
-    void *stream;             /* CUDA engine: the caller's stream and context; NULL: its own */
+    void *stream; /* CUDA engine: a stream of the caller's, on which everything is done, in its
+                     context; NULL: one of its own in the device's primary context. The thread's
+                     current context is the same after each call as before it. */
+
+    /* Called when a batch is through, in order, on a thread of the driver's; it must not call the
+     * engine or CUDA, nor take long. NULL: not. Engines without ready() never call it. */
+    void (*on_done)(void *arg);
+    void *on_done_arg;
 };
+
+/* Answers of one batch up to this never make submit() wait for its own beginning. */
+#define DKV_BATCH_ANSWER_BYTES ((size_t)24 << 20)
 
 #define DKV_UUID_BYTES 16u
 
@@ -121,6 +133,16 @@ struct dkv_engine_ops {
     enum dkv_status (*wait)(struct dkv_engine *engine, struct dkv_error *err);
     unsigned max_in_flight;
 
+    /* True if wait() would not have to wait for the oldest batch. Never blocks. NULL: submit() does
+     * all the work. */
+    bool (*ready)(struct dkv_engine *engine);
+
+    /* Where the memory at an address of this process is. INVALID: on a device that the engine
+     * cannot read; the text continues the name of what lies there. NULL: everything is the host's.
+     */
+    enum dkv_status (*place)(struct dkv_engine *engine, const void *at, enum dkv_place *place_out,
+                             struct dkv_error *err);
+
     /* Maps memory of another process; NULL where the engine has no such memory. A mapping belongs
      * to the engine until release(). Reading past what was allocated does not fault: who uses a
      * mapping checks bounds against `bytes`.
@@ -163,9 +185,16 @@ static inline enum dkv_status dkv_engine_run(const struct dkv_engine_ops *ops,
 
 /* Finds the engine for a device name: "cpu", "cuda" or "cuda:N"; *device_out gets N. The CUDA
  * module is looked for beside the program, then in the library directory; UNSUPPORTED says why it
- * could not be opened. Never unloaded. */
+ * could not be opened. Never unloaded. Thread: any. */
 enum dkv_status dkv_engine_find(const char *device_name, const struct dkv_engine_ops **ops_out,
                                 int *device_out, struct dkv_error *err);
+
+/* What the module dkv-engine.so exports by the name "dkv_engine_module" (kernels/module.c). */
+struct dkv_engine_module {
+    uint32_t abi; /* DKV_ENGINE_ABI */
+    enum dkv_status (*find)(const char *device_name, const struct dkv_engine_ops **ops_out,
+                            int *device_out, struct dkv_error *err);
+};
 
 #ifdef __cplusplus
 }

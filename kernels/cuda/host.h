@@ -1,6 +1,8 @@
 /* The host side of the CUDA engine: what engine.c, wave.c, stage.c and answer.c share.
  *
- *   engine.c   opens and closes a device, owns all memory, streams and events; submit and wait
+ *   open.c     opens and closes a device: all memory, streams and events
+ *   engine.c   submits batches and waits for them
+ *   context.c  the context they are in
  *   describe.c what a block looks like to the device
  *   place.c    puts a unit's inputs where the device reads them
  *   wave.c     packs units into waves and launches them
@@ -173,8 +175,13 @@ struct dkv_cu_half {
 struct dkv_cu_engine {
     struct dkv_cu_device device;
     uint8_t uuid[DKV_UUID_BYTES];
-    cudaStream_t stream; /* kernels and results, in order */
-    cudaStream_t copies; /* host tensors to the device */
+    struct CUctx_st *context; /* NULL: not opened yet */
+    bool retained;            /* it is the device's primary one, and released at the end */
+    cudaStream_t stream;      /* kernels and results, in order */
+    cudaStream_t copies;      /* host tensors to the device */
+    cudaStream_t tidings;     /* calls on_done behind each batch; NULL: nobody wants to know */
+    void (*on_done)(void *arg);
+    void *on_done_arg;
     bool owns_stream;
     bool lost; /* a sticky error was seen: nothing works any more */
     bool general_only;
@@ -212,6 +219,22 @@ enum dkv_status dkv_cuda_time_stages(struct dkv_engine *engine, enum dkv_cuda_ti
                                      struct dkv_error *err);
 enum dkv_status dkv_cuda_stage_times(struct dkv_engine *engine, float us_out[4],
                                      struct dkv_error *err);
+
+/* ---- context.c ---- */
+
+/* Finds the context of the caller's stream, or without one the primary context of engine->device,
+ * which close() gives back; nothing is current afterwards. UNSUPPORTED, INVALID if the stream is
+ * another device's, NOMEM. */
+enum dkv_status dkv_cu_context_open(struct dkv_cu_engine *engine, void *callers_stream,
+                                    struct dkv_error *err);
+void dkv_cu_context_close(struct dkv_cu_engine *engine);
+
+/* Makes the engine's context current on this thread, until leave() puts back what was. DEVICE. */
+enum dkv_status dkv_cu_enter(struct dkv_cu_engine *engine, struct dkv_error *err);
+void dkv_cu_leave(void);
+
+/* A function of the driver's by its name, as the runtime finds it. False if there is none. */
+bool dkv_cu_find_in_driver(const char *name, void **function_out);
 
 /* ---- describe.c ---- */
 

@@ -16,8 +16,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define DRIVER_VERSION 12000 /* whose signatures are used here */
-
 struct driver {
     CUresult (*get_error_name)(CUresult, const char **);
     CUresult (*ipc_open)(CUdeviceptr *, CUipcMemHandle, unsigned int);
@@ -75,13 +73,9 @@ static const struct driver *the_driver(struct dkv_error *err)
     static struct driver driver;
     static bool found;
     for (size_t i = 0; !found && i < sizeof(symbols) / sizeof(symbols[0]); i++) {
-        enum cudaDriverEntryPointQueryResult result;
-        void **to = (void **)(void *)((char *)&driver + symbols[i].at);
-        const cudaError_t error = cudaGetDriverEntryPointByVersion(
-            symbols[i].name, to, DRIVER_VERSION, cudaEnableDefault, &result);
-        if (error == cudaSuccess && result == cudaDriverEntryPointSuccess && *to != NULL)
+        if (dkv_cu_find_in_driver(symbols[i].name,
+                                  (void **)(void *)((char *)&driver + symbols[i].at)))
             continue;
-        (void)cudaGetLastError();
         dkv_error_set(err, DKV_E_UNSUPPORTED, "region: the GPU driver has no %s", symbols[i].name);
         return NULL;
     }
@@ -309,23 +303,15 @@ static enum dkv_status map_chunks(struct dkv_cu_engine *engine, const struct dri
     return status;
 }
 
-/* ---- the engine's two functions ---- */
-
-enum dkv_status dkv_cu_import(struct dkv_engine *opaque, const struct dkv_import *from,
-                              struct dkv_mapping **mapping_out, struct dkv_error *err)
+static enum dkv_status import(struct dkv_cu_engine *engine, const struct driver *driver,
+                              const struct dkv_import *from, struct dkv_mapping **mapping_out,
+                              struct dkv_error *err)
 {
-    struct dkv_cu_engine *engine = (struct dkv_cu_engine *)opaque;
-    const struct driver *driver = the_driver(err);
-    if (driver == NULL)
-        return DKV_E_UNSUPPORTED;
-    enum dkv_status status = dkv_cu_check(engine, cudaSetDevice(engine->device.ordinal),
-                                          "choosing the device", err);
-    if (status != DKV_OK)
-        return status;
     const size_t n_pieces = from->handle != NULL ? 0 : from->n_chunks;
     struct mapping *mapping = calloc(1, sizeof(*mapping) + n_pieces * sizeof(mapping->pieces[0]));
     if (mapping == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "region: out of host memory");
+    enum dkv_status status;
     if (from->handle != NULL) {
         status = open_legacy(engine, driver, from->handle, mapping, err);
         if (status != DKV_OK)
@@ -346,14 +332,32 @@ enum dkv_status dkv_cu_import(struct dkv_engine *opaque, const struct dkv_import
     return status;
 }
 
+/* ---- the engine's two functions ---- */
+
+enum dkv_status dkv_cu_import(struct dkv_engine *opaque, const struct dkv_import *from,
+                              struct dkv_mapping **mapping_out, struct dkv_error *err)
+{
+    struct dkv_cu_engine *engine = (struct dkv_cu_engine *)opaque;
+    const struct driver *driver = the_driver(err);
+    if (driver == NULL)
+        return DKV_E_UNSUPPORTED;
+    enum dkv_status status = dkv_cu_enter(engine, err);
+    if (status != DKV_OK)
+        return status;
+    status = import(engine, driver, from, mapping_out, err);
+    dkv_cu_leave();
+    return status;
+}
+
 enum dkv_status dkv_cu_release(struct dkv_engine *opaque, struct dkv_mapping *mapping,
                                struct dkv_error *err)
 {
     struct dkv_cu_engine *engine = (struct dkv_cu_engine *)opaque;
     const struct driver *driver = the_driver(err);
-    enum dkv_status status = dkv_cu_check(engine, cudaSetDevice(engine->device.ordinal),
-                                          "choosing the device", err);
-    if (status == DKV_OK)
-        status = let_go(engine, driver, (struct mapping *)mapping, err);
+    enum dkv_status status = dkv_cu_enter(engine, err);
+    if (status != DKV_OK)
+        return status;
+    status = let_go(engine, driver, (struct mapping *)mapping, err);
+    dkv_cu_leave();
     return status == DKV_OK ? DKV_OK : DKV_E_DEVICE;
 }

@@ -157,11 +157,15 @@ static void ring_task(void *context, size_t task, unsigned thread)
         fill_job(engine, task - 1);
         return;
     }
-    fail(&engine->ring, cudaSetDevice(engine->device.ordinal)); /* of this thread */
+    const bool entered = dkv_cu_enter(engine, NULL) == DKV_OK; /* on this thread */
+    if (!entered)
+        fail(&engine->ring, cudaErrorContextIsDestroyed);
     for (unsigned i = 0, n; i < engine->n_jobs; i += n) {
         n = await_ready(engine, i);
         send_jobs(engine, i, n);
     }
+    if (entered)
+        dkv_cu_leave();
 }
 
 cudaError_t dkv_cu_ring_run(struct dkv_cu_engine *engine, bool by_threads)

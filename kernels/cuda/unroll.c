@@ -47,12 +47,14 @@ enum dkv_status dkv_cu_unroll(struct dkv_engine *opaque, const struct dkv_ring *
     if (to == NULL)
         return dkv_error_set(err, DKV_E_BUSY,
                              "stash: this batch has too many rows around the end of rings");
-    cudaError_t error = cudaSetDevice(engine->device.ordinal);
-    if (error == cudaSuccess)
-        error = copy_stretch(engine, block, &from, to, 0, ring->first, n);
+    enum dkv_status status = dkv_cu_enter(engine, err);
+    if (status != DKV_OK)
+        return status;
+    cudaError_t error = copy_stretch(engine, block, &from, to, 0, ring->first, n);
     if (error == cudaSuccess && n < block->q_rows)
         error = copy_stretch(engine, block, &from, to, n, 0, block->q_rows - n);
-    const enum dkv_status status = dkv_cu_check(engine, error, "copying query rows", err);
+    status = dkv_cu_check(engine, error, "copying query rows", err);
+    dkv_cu_leave();
     if (status != DKV_OK)
         return status;
     const bool rows_outside = (size_t)from.head_stride == row_bytes;
