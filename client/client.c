@@ -76,12 +76,17 @@ enum dkv_status dkv_client_open(const char *endpoint, const struct dropkv_client
     const struct dkv_transport_config config = {
         .address = endpoint,
         .token = o.token,
+        .cuda_stream = o.cuda_stream,
         .max_connections = o.max_connections != 0 ? o.max_connections : DEFAULT_MAX_CONNECTIONS,
         .max_retries = o.max_retries < 0    ? 0
                        : o.max_retries == 0 ? DEFAULT_MAX_RETRIES
                                             : (uint32_t)o.max_retries,
     };
-    status = ops->open(&config, &client->transport, err);
+    if (o.cuda_stream != NULL && ops != &dkv_transport_embedded)
+        status = dkv_error_set(err, DKV_E_INVALID,
+                               "options: cuda_stream is for endpoints embedded:cuda:N");
+    else
+        status = ops->open(&config, &client->transport, err);
     if (status != DKV_OK) {
         dkv_results_close(client->results);
         free(client);
@@ -105,13 +110,11 @@ enum dropkv_status dropkv_client_open(const char *endpoint,
     else if (strncmp(endpoint, "unix:", 5) == 0)
         status = dkv_client_open(endpoint, options, &dkv_transport_ipc, client_out, err);
     else if (strncmp(endpoint, "embedded:", 9) == 0)
-        status = dkv_error_set(err, DKV_E_UNSUPPORTED,
-                               "endpoint embedded: needs the engine, which libdropkv does not "
-                               "contain; dropkv-client does");
+        status = dkv_client_open(endpoint, options, &dkv_transport_embedded, client_out, err);
     else
-        status = dkv_error_set(
-            err, DKV_E_INVALID,
-            "endpoint is not of the form unix:///PATH, http://HOST:PORT or https://HOST:PORT");
+        status = dkv_error_set(err, DKV_E_INVALID,
+                               "endpoint is not of the form unix:///PATH, http://HOST:PORT, "
+                               "https://HOST:PORT or embedded:[DEVICE]");
     return (enum dropkv_status)status;
 }
 

@@ -24,13 +24,14 @@
  *
  * Threads     a client belongs to one thread at a time: the caller serialises all calls on it.
  *             Different clients are independent. The library starts no thread, installs no signal
- *             handler and keeps no state outside its clients.
+ *             handler and keeps no state outside its clients. An embedded engine has threads of its
+ *             own.
  * Errors      every function that can fail returns a status; where it takes a `struct
  *             dropkv_error *`, that may be NULL, and is written only on failure.
  * Deadlines   every call ends: a request without a deadline of its own gets the client's.
  * Memory      once as many requests of a size were in flight as ever will be, further ones allocate
- *             nothing over unix:/// (messages of up to 4 MiB, scores of up to 16 MiB): results that
- *             were freed are used again.
+ *             nothing over unix:/// (messages of up to 4 MiB, scores of up to 16 MiB) and embedded:
+ *             results that were freed are used again.
  * ABI         structures that the caller makes begin with their size, set by the _INIT macros, and
  *             grow at their end; structures that the library makes grow at their end too. Status
  *             and type numbers are never reused. The soname changes when this does not hold.
@@ -135,23 +136,31 @@ struct dropkv_client_options {
 
     /* How long a call that waits looks for the answer before it sleeps, at most 1,000,000; 0: not
      * at all. It takes the processor meanwhile, and saves the 10 to 20 us that a sleeping one takes
-     * to wake up: for short requests to a daemon with a GPU. */
+     * to wake up: for short requests to a GPU, a daemon's or here. */
     uint32_t busy_poll_us;
+
+    /* A CUstream or cudaStream_t of the caller's, for embedded:cuda:N alone: see "an engine in this
+     * process" below. NULL: a stream of the library's own. The default streams are named by
+     * CU_STREAM_LEGACY and CU_STREAM_PER_THREAD. Borrowed until the client is closed. */
+    void *cuda_stream;
 };
 
-#define DROPKV_CLIENT_OPTIONS_INIT                                \
-    {                                                             \
-        sizeof(struct dropkv_client_options), NULL, 0, 0, 0, 0, 0 \
+#define DROPKV_CLIENT_OPTIONS_INIT                                      \
+    {                                                                   \
+        sizeof(struct dropkv_client_options), NULL, 0, 0, 0, 0, 0, NULL \
     }
 
-/* Makes a client for an endpoint. Connects to nothing yet: the first request does.
+/* Makes a client for an endpoint. Connects to nothing yet: the first request does. An embedded
+ * engine is opened here, with all its memory.
  *
  * endpoint   "unix:///PATH", the socket of a daemon on this host; "http://HOST:PORT" or
- *            "https://HOST:PORT", with an optional path prefix. "embedded:" is UNSUPPORTED outside
- *            dropkv-client. Copied.
+ *            "https://HOST:PORT", with an optional path prefix; "embedded:", "embedded:cpu" or
+ *            "embedded:cuda:N", an engine in this process, with "?threads=T" behind it if it is not
+ *            to have a thread for each processor. Copied.
  * options    NULL: all defaults. Copied.
  * client_out the caller's, to be closed by dropkv_client_close(); written only on success.
- * Errors     INVALID: not an endpoint, or an option out of range. UNSUPPORTED. NOMEM.
+ * Errors     INVALID: not an endpoint, or an option out of range. UNSUPPORTED: also an engine that
+ *            is not installed or cannot run here. NOMEM.
  */
 DROPKV_API enum dropkv_status dropkv_client_open(const char *endpoint,
                                                  const struct dropkv_client_options *options,
@@ -161,6 +170,40 @@ DROPKV_API enum dropkv_status dropkv_client_open(const char *endpoint,
 /* Abandons what is in flight and frees everything but results that were taken already. NULL is
  * fine. */
 DROPKV_API void dropkv_client_close(struct dropkv_client *client);
+
+/* ---- an engine in this process ----
+ *
+ * Endpoints "embedded:" need no daemon: the engines are a module (dkv-engine.so, and dkv-cuda.so
+ * for GPUs), which is opened with the first such client. The calls, the answers and the errors are
+ * those of a daemon; what protects a daemon is missing: no queue shared with others, no isolation.
+ *
+ *     struct dropkv_client_options options = DROPKV_CLIENT_OPTIONS_INIT;
+ *     options.cuda_stream = stream;
+ *     dropkv_client_open("embedded:cuda:0", &options, &client, &error);
+ *     ...kernels that write query, key and value are launched on the stream...
+ *     dropkv_submit(client, &request, &id, &error);
+ *     ...other work is launched; dropkv_fd() gets readable when the answer is there...
+ *
+ * CPU      computes within dropkv_dispatch(), and so within calls that wait. dropkv_fd() is
+ *          readable while something waits to be computed.
+ * CUDA     works on the caller's stream, in that stream's context; without one on a stream of its
+ *          own, in the device's primary context, so that what it is to read must be there before.
+ *          dropkv_submit() queues the work behind what the stream holds and returns; nothing waits
+ *          for the stream but calls that say so. A request that finds two batches under way waits
+ *          for one to end and goes out in a later dropkv_dispatch(), still in the stream's order.
+ *          The thread's current device and context are as before after every call.
+ * Memory   tensors may lie in the memory of the client's GPU, from any allocator, or the host's;
+ *          buffers and exports are not needed. Host tensors are copied within dropkv_submit(), by
+ *          threads. Answers are in host memory. An engine on a GPU takes about 0.5 GB there and
+ *          0.1 GB of pinned host memory, for as long as it is open.
+ * Borrowed until the result was taken, as ever. dropkv_cancel() and dropkv_client_close() wait
+ * until the tensors are not read any more. A request whose deadline passes while the GPU has it
+ *          ends with TIMEOUT at once: work of it may still be in the stream, so its memory is
+ *          written again in the stream's order.
+ * Stream   not captured to a graph while requests are submitted (INVALID); it outlives the client.
+ * Errors   DEVICE: the context was lost, perhaps to other work in it; everything fails from then
+ * on.
+ */
 
 /* ---- memory shared with a daemon on the same host ----
  *
@@ -652,8 +695,8 @@ DROPKV_API enum dropkv_status dropkv_submit_prompt(struct dropkv_client *client,
 DROPKV_API int dropkv_fd(const struct dropkv_client *client);
 
 /* Does what can be done: sends, receives, honours deadlines. Waits up to timeout_us for something
- * to happen (0: does not wait; negative: until a result is there or nothing is in flight). With
- * an embedded engine it computes here. A request that fails is a result, not an error of this
+ * to happen (0: does not wait; negative: until a result is there or nothing is in flight). An
+ * embedded CPU engine computes here. A request that fails is a result, not an error of this
  * call. Errors: IO, if the system refuses to poll. */
 DROPKV_API enum dropkv_status dropkv_dispatch(struct dropkv_client *client, int64_t timeout_us,
                                               struct dropkv_error *error);

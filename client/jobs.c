@@ -298,7 +298,8 @@ static enum dkv_status wait_readable(struct dropkv_client *client, int64_t until
     const int64_t look_until_ns = client->busy_poll_ns > 0 ? dkv_now_ns() + client->busy_poll_ns
                                                            : 0;
     while (client->busy_poll_ns > 0 && dkv_now_ns() < look_until_ns)
-        if (poll(&pollfd, 1, 0) != 0)
+        if (client->ops->ready != NULL ? client->ops->ready(client->transport)
+                                       : poll(&pollfd, 1, 0) != 0)
             return DKV_OK;
     if (ppoll(&pollfd, 1, until_ns < 0 ? NULL : &left, NULL) < 0 && errno != EINTR)
         return dkv_error_set(err, DKV_E_IO, "could not poll: %s", strerror(errno));

@@ -2,8 +2,8 @@
  *
  * A job is one call on its way. The client makes it, a transport carries it and hands it back by
  * dkv_job_done(); until then the transport may read the job's tensors. Transports: HTTP
- * (client/http.c); the local socket (client/ipc.c); the engine inside the process
- * (client/cli/embedded.c), which only the command line links.
+ * (client/http.c); the local socket (client/ipc.c); an engine inside the process
+ * (client/embedded.c).
  *
  * Thread  the client's.
  */
@@ -35,6 +35,7 @@ struct dkv_transport_config {
     const char *token;   /* NULL: none */
     uint32_t max_connections;
     uint32_t max_retries;
+    void *cuda_stream; /* the caller's; NULL: none */
 };
 
 struct dkv_transport_ops {
@@ -54,6 +55,10 @@ struct dkv_transport_ops {
 
     /* One descriptor for the transport's life, readable when dispatch has something to do. */
     int (*fd)(const struct dkv_transport *transport);
+
+    /* True if it is readable or will be at once: for callers that look, since it may take less time
+     * than to poll. NULL: poll. */
+    bool (*ready)(struct dkv_transport *transport);
 
     /* Does what can be done without waiting for others. */
     enum dkv_status (*dispatch)(struct dkv_transport *transport, struct dkv_error *err);
@@ -96,6 +101,9 @@ extern const struct dkv_transport_ops dkv_transport_http;
 
 /* The local socket (client/ipc.c). */
 extern const struct dkv_transport_ops dkv_transport_ipc;
+
+/* An engine in this process (client/embedded.h). */
+extern const struct dkv_transport_ops dkv_transport_embedded;
 
 /* Opens a client on a transport: what dropkv_client_open() does once it knows which. */
 enum dkv_status dkv_client_open(const char *endpoint, const struct dropkv_client_options *options,

@@ -1,7 +1,6 @@
 /* Options made from the parameter table, the choice of an endpoint, and complaints. */
 #include "client/cli/options.h"
 
-#include "client/cli/embedded.h"
 #include "client/tensor_file.h"
 
 #include <errno.h>
@@ -167,8 +166,6 @@ bool dkv_option_real(const char *name, const char *text, double low, double high
 static enum dkv_status open_named(const char *endpoint, const struct dropkv_client_options *options,
                                   struct dropkv_client **client_out, struct dkv_error *err)
 {
-    if (strncmp(endpoint, "embedded:", 9) == 0)
-        return dkv_client_open(endpoint, options, &dkv_transport_embedded, client_out, err);
     return (enum dkv_status)dropkv_client_open(endpoint, options, client_out,
                                                (struct dropkv_error *)err);
 }

@@ -91,6 +91,14 @@ for strategy in last budget every; do
     grep -q "^$strategy: the cache holds 409 of 4096 tokens; token 700 is among them" "$scratch/kept" ||
         fail "chunks $strategy kept something else:" "$scratch/kept"
 done
+"$scratch/keep" embedded: >"$scratch/kept" 2>&1 || fail "keep embedded: failed:" "$scratch/kept"
+grep -q '^KV head 0 keeps 64 of 2048 tokens:.* 1000 ' "$scratch/kept" ||
+    fail "keep embedded: did not find the needle:" "$scratch/kept"
+find "$scratch" -name dkv-engine.so -delete
+code=0
+"$scratch/keep" embedded: >"$scratch/said" 2>&1 || code=$?
+[ "$code" -eq 1 ] && grep -q 'dkv-engine.so is neither beside libdropkv nor' "$scratch/said" ||
+    fail "keep embedded: ended with $code where there is no engine:" "$scratch/said"
 kill "$daemon"
 wait "$daemon" || fail "the daemon did not end well"
 daemon=

@@ -2,8 +2,6 @@
  * own, which is removed at the end. */
 #include "tests/client/ipc_fixture.h"
 
-#include "client/cli/embedded.h"
-
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -77,14 +75,8 @@ int dkv_test_end(void)
 struct dropkv_client *dkv_test_open(const char *endpoint)
 {
     struct dropkv_client *client = NULL;
-    struct dkv_error error;
-    enum dkv_status status;
-    if (strncmp(endpoint, "embedded:", 9) == 0)
-        status = dkv_client_open(endpoint, NULL, &dkv_transport_embedded, &client, &error);
-    else
-        status = (enum dkv_status)dropkv_client_open(endpoint, NULL, &client,
-                                                     (struct dropkv_error *)&error);
-    if (status != DKV_OK)
+    struct dropkv_error error;
+    if (dropkv_client_open(endpoint, NULL, &client, &error) != DROPKV_OK)
         fail_msg("%s", error.text);
     return client;
 }

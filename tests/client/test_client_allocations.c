@@ -100,8 +100,8 @@ static struct dropkv_request make_request(const struct tensors *from, uint32_t b
     return r;
 }
 
-/* As many as the pipeline holds, of different kinds, each taken and freed. `held`: the daemon reads
- * nothing until all are submitted, so that as many wait to be sent as ever can. */
+/* As many as the pipeline holds, of different kinds, each taken and freed. No prompt: NULL. `held`:
+ * the daemon reads nothing until all are submitted, so that as many wait to be sent as ever can. */
 static void run(struct dropkv_client *client, const struct tensors *shared,
                 const struct dropkv_prompt *prompt, bool held)
 {
@@ -112,7 +112,7 @@ static void run(struct dropkv_client *client, const struct tensors *shared,
     for (uint32_t i = 0; i < PIPELINE; i++) {
         const struct dropkv_request r = make_request(i % 4 == 3 ? &tensors : shared, 1 + i % BATCH,
                                                      i % 2);
-        const enum dropkv_status status = i % 5 == 4
+        const enum dropkv_status status = i % 5 == 4 && prompt != NULL
                                               ? dropkv_submit_prompt(client, prompt, NULL, &error)
                                               : dropkv_submit(client, &r, NULL, &error);
         if (status != DROPKV_OK)
@@ -193,6 +193,20 @@ static void a_request_like_earlier_ones_allocates_nothing(void **unused)
     dropkv_buffer_free(buffer);
 }
 
+/* The engine is linked, so its allocations are counted, too. */
+static void nor_does_one_to_the_embedded_engine(void **unused)
+{
+    struct dropkv_client *client = dkv_test_open("embedded:cpu?threads=2");
+    (void)unused;
+    for (int i = 0; i < 3 * BATCH; i++)
+        run(client, &tensors, NULL, false);
+    const size_t before = n_allocations;
+    for (int i = 0; i < N; i++)
+        run(client, &tensors, NULL, false);
+    assert_int_equal(n_allocations - before, 0);
+    dropkv_client_close(client);
+}
+
 static void a_result_outlives_its_client(void **unused)
 {
     struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
@@ -226,6 +240,7 @@ int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_request_like_earlier_ones_allocates_nothing),
+        cmocka_unit_test(nor_does_one_to_the_embedded_engine),
         cmocka_unit_test(a_result_outlives_its_client),
     };
     if (argc != 2)

@@ -425,7 +425,7 @@ static void endpoints_are_checked_when_opened(void **state)
         {"http://host:99999", DROPKV_E_INVALID, "http://HOST:PORT"},
         {"http://host?x", DROPKV_E_INVALID, "may follow"},
         {"unix:run/dropkvd.sock", DROPKV_E_INVALID, "unix:///PATH"},
-        {"embedded:", DROPKV_E_UNSUPPORTED, "dropkv-client"},
+        {"embedded:tpu", DROPKV_E_INVALID, "cpu, cuda"},
     };
     struct dropkv_client *client = NULL;
     struct dropkv_error error;

@@ -1,6 +1,6 @@
 /* The engine inside the process, through the library's calls: the same promises as over HTTP. */
-#include "client/cli/embedded.h"
 #include "client/cli/synth.h"
+#include "client/transport.h"
 
 #include <float.h>
 #include <math.h>
@@ -40,9 +40,8 @@ static struct dropkv_request make_request(uint32_t batch)
 static struct dropkv_client *open_client(void)
 {
     struct dropkv_client *client = NULL;
-    struct dkv_error error;
-    if (dkv_client_open("embedded:cpu?threads=2", NULL, &dkv_transport_embedded, &client, &error) !=
-        DKV_OK)
+    struct dropkv_error error;
+    if (dropkv_client_open("embedded:cpu?threads=2", NULL, &client, &error) != DROPKV_OK)
         fail_msg("%s", error.text);
     return client;
 }
@@ -247,9 +246,8 @@ static void addresses_are_checked(void **state)
     };
     for (size_t i = 0; i < sizeof(wrong) / sizeof(wrong[0]); i++) {
         struct dropkv_client *client = NULL;
-        struct dkv_error error = {0};
-        assert_int_not_equal(
-            dkv_client_open(wrong[i], NULL, &dkv_transport_embedded, &client, &error), DKV_OK);
+        struct dropkv_error error = {0};
+        assert_int_not_equal(dropkv_client_open(wrong[i], NULL, &client, &error), DROPKV_OK);
         assert_null(client);
         assert_true(strlen(error.text) > 0);
     }

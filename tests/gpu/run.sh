@@ -37,6 +37,8 @@ for test in golden layouts metamorphic nasty same_bits; do
     run "$dir/bin/test_$test" cuda:0
 done
 run "$dir/bin/check_random" cuda:0 300 1
+# The same engine behind the library's calls, on streams of the caller's.
+run "$dir/bin/test_gpu_embedded"
 # Memory of other processes, lent to a daemon.
 run "$dir/bin/test_gpu_export" "$dir/bin/dropkvd"
 if command -v python3 >/dev/null; then
