@@ -50,14 +50,18 @@ static void find_driver(void)
     static const struct {
         const char *name;
         void **to;
+        unsigned version; /* whose signature is declared above */
     } symbols[] = {
-        {"cuCtxGetCurrent", (void **)&get_current},  {"cuCtxSetCurrent", (void **)&set_current},
-        {"cuCtxCreate", (void **)&context_create},   {"cuCtxDestroy", (void **)&context_destroy},
-        {"cuStreamCreate", (void **)&stream_create}, {"cuStreamDestroy", (void **)&stream_destroy},
+        {"cuCtxGetCurrent", (void **)&get_current, 4000},
+        {"cuCtxSetCurrent", (void **)&set_current, 4000},
+        {"cuCtxCreate", (void **)&context_create, 3020},
+        {"cuCtxDestroy", (void **)&context_destroy, 4000},
+        {"cuStreamCreate", (void **)&stream_create, 2000},
+        {"cuStreamDestroy", (void **)&stream_destroy, 4000},
     };
     enum cudaDriverEntryPointQueryResult found;
     for (size_t i = 0; i < sizeof(symbols) / sizeof(symbols[0]); i++)
-        CUDA(cudaGetDriverEntryPointByVersion(symbols[i].name, symbols[i].to, 12000,
+        CUDA(cudaGetDriverEntryPointByVersion(symbols[i].name, symbols[i].to, symbols[i].version,
                                               cudaEnableDefault, &found));
 }
 
