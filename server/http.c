@@ -29,6 +29,14 @@
 #define PUMP_ROUNDS           32
 #define SWEEP_MS              50
 
+/* How much the library forgives. From 1.0 on it can be told to refuse bare line feeds, and by
+ * itself it takes them in headers and between chunks; before, intake.c sees to the headers. */
+#if MHD_VERSION >= 0x00097701
+#define STRICTNESS MHD_OPTION_CLIENT_DISCIPLINE_LVL, 1
+#else
+#define STRICTNESS MHD_OPTION_STRICT_FOR_CLIENT, 0
+#endif
+
 struct dkv_http {
     struct dkv_server *server;
     struct MHD_Daemon *library;
@@ -294,7 +302,7 @@ static struct MHD_Daemon *start_library(struct dkv_http *http)
         MHD_OPTION_CONNECTION_LIMIT, (unsigned)config->max_connections,
         MHD_OPTION_CONNECTION_MEMORY_LIMIT, (size_t)MEMORY_PER_CONNECTION,
         MHD_OPTION_CONNECTION_MEMORY_INCREMENT, (size_t)MEMORY_STEP, MHD_OPTION_CONNECTION_TIMEOUT,
-        0u, MHD_OPTION_STRICT_FOR_CLIENT, 0, MHD_OPTION_NOTIFY_CONNECTION, on_connection, http,
+        0u, STRICTNESS, MHD_OPTION_NOTIFY_CONNECTION, on_connection, http,
         MHD_OPTION_NOTIFY_COMPLETED, on_completed, http, MHD_OPTION_URI_LOG_CALLBACK, on_first_line,
         http, MHD_OPTION_UNESCAPE_CALLBACK, keep_escapes, http, MHD_OPTION_END);
 }

@@ -16,7 +16,7 @@
 #define SMALL_BODY_BYTES 65536u              /* bodies of everything but inference */
 
 /* libmicrohttpd before 1.0 takes a bare LF for a line's end and offers no setting against it. */
-#define LIBRARY_TAKES_BARE_LF (MHD_VERSION < 0x01000000)
+#define LIBRARY_TAKES_BARE_LF (MHD_VERSION < 0x00097701)
 
 /* ---- a request's header ---- */
 

@@ -77,6 +77,11 @@ DESYNC = {
     "200_kb_of_fields": ("GET /v2 HTTP/1.1\r\nHost: localhost\r\nX: " + "a" * 200000 + "\r\n\r\n", (431, 413)),
 }
 
+# Refused by libmicrohttpd itself, in its own words: always, and from 1.0 on.
+LIBRARYS = {"chunk_size_above_64_bits"}
+NEWER_LIBRARYS = {"content_length_and_chunked", "chunked_and_content_length", "space_before_colon", "tab_before_colon",
+                  "gzip_chunked", "xchunked", "identity", "no_host"}
+
 
 class Raw(unittest.TestCase):
     @classmethod
@@ -102,9 +107,9 @@ class Raw(unittest.TestCase):
                 data = self.send(raw.encode("latin-1") + CANARY)
                 self.assertEqual(n_replies(data), 1, data)
                 self.assertIn(int(data.split(b" ", 2)[1]), statuses, data)
-                if name == "chunk_size_above_64_bits":
-                    continue  # found within the body, by libmicrohttpd, which says so in its own way
                 head, body = data.split(b"\r\n\r\n", 1)
+                if name in LIBRARYS or (name in NEWER_LIBRARYS and body.startswith(b"<html>")):
+                    continue
                 self.assertIn(b"\r\nConnection: close", head)
                 self.assertEqual(list(json.loads(body)), ["error"])
                 self.assertLess(len(body), 1024)
@@ -155,6 +160,22 @@ class Raw(unittest.TestCase):
             with self.subTest(name):
                 data = self.send((POST + "Transfer-Encoding: chunked\r\n\r\n").encode() + body + CANARY)
                 self.assertLessEqual(n_replies(data), 1, data)
+                if "bare_lf" in name:  # libmicrohttpd before 1.0 takes it, later ones refuse
+                    self.assertIn(data.split(b" ", 2)[1], (b"200", b"400"), data)
+                if data:
+                    self.assertIn(b"\r\nconnection: close", data.lower())
+
+    def test_a_bare_line_feed_between_chunks_hides_no_request(self):
+        """What one reader takes for the end of the body and another for more of it."""
+        hidden = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        for body in (b"0\n\n" + hidden, b"0\n\r\n" + hidden, b"0\r\n\n" + hidden, b"2;\nxx\r\n0\r\n\r\n" + hidden,
+                     b"2\n{}\n0\r\n\r\n" + hidden, b"2;a\n{}\r\n0\n\n" + hidden):
+            with self.subTest(body):
+                before = self.daemon.metrics()['dropkv_http_responses_total{class="2xx"}']
+                data = self.send((POST + "Transfer-Encoding: chunked\r\n\r\n").encode() + body)
+                self.assertLessEqual(n_replies(data), 1, data)
+                after = self.daemon.metrics()['dropkv_http_responses_total{class="2xx"}']
+                self.assertLessEqual(after - before, 2, "the body's reply and that of asking, no more")
 
     def test_pipelined_requests_are_answered_in_order(self):
         data = self.send(CANARY * 3 + request("GET", "/v2/nothing", ["Connection: close"]))
