@@ -12,6 +12,7 @@ import signal
 import struct
 import sys
 import tempfile
+import time
 import unittest
 
 import wire
@@ -107,6 +108,29 @@ class Http(unittest.TestCase):
             self.assertNotEqual(keep_indices(self.expected()), keep_indices(self.expected(seed=2)))
             memory.map[136:] = tensors(2)
             self.assertEqual(keep_indices(self.infer(offset=36)), keep_indices(self.expected(seed=2)))
+
+    def test_a_name_is_looked_up_once_and_the_object_held(self):
+        """Like a mapping: unlinked it goes on, and a new object of that name is another one."""
+        with Object(len(tensors())) as memory:
+            memory.map[:] = tensors()
+            n_fds = self.daemon.n_fds()
+            self.registered("region", memory.name, len(tensors()))
+            os.unlink(memory.path)
+            self.assertEqual(keep_indices(self.infer()), keep_indices(self.expected()))
+            self.refused(self.register("again", memory.name, 64), 404)
+            memory.map[:] = tensors(2)  # its owner writes there still
+            self.assertEqual(keep_indices(self.infer()), keep_indices(self.expected(seed=2)))
+            with Object(len(tensors()), memory.name) as successor:
+                successor.map[:] = tensors(3)
+                self.assertEqual(keep_indices(self.infer()), keep_indices(self.expected(seed=2)))
+                self.registered("next", successor.name, len(tensors()))
+                self.assertEqual(keep_indices(self.infer("next")), keep_indices(self.expected(seed=3)))
+            for name in ("region", "next"):
+                self.assertEqual(self.post("%s/region/%s/unregister" % (SYSTEM, name)).status, 200)
+                self.refused(self.infer(name), 404)
+            deadline = time.monotonic() + 20
+            while self.daemon.n_fds() > n_fds:  # a connection may still be closing
+                self.assertLess(time.monotonic(), deadline, "the daemon still holds an object")
 
     def test_keys_may_begin_with_any_number_of_slashes(self):
         with Object(4096) as memory:
