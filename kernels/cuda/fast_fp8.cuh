@@ -61,11 +61,8 @@ __device__ __forceinline__ void convert_pieces(uint32_t raw, uint32_t to, int pi
 {
     uint32_t from[2][4];
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const float4 x = load_shared4(raw + (piece + i) * PIECE_BYTES);
-        from[i][0] = __float_as_uint(x.x), from[i][1] = __float_as_uint(x.y);
-        from[i][2] = __float_as_uint(x.z), from[i][3] = __float_as_uint(x.w);
-    }
+    for (int i = 0; i < 2; i++)
+        load_shared(raw + (piece + i) * PIECE_BYTES, from[i]);
     __syncwarp(); /* every lane has its bytes: their place may be written */
 #pragma unroll
     for (int i = 0; i < 2; i++)

@@ -1,24 +1,24 @@
 /* The fast scorer's kernel: its roles and how they meet.
  *
- *   pass a       one group of four warps, a turn after the other
- *   pass b       one group: as soon as every slice of item s's unit is merged
- *   merge        one group: as soon as every chunk of item s's unit is in, this thread block's
- * slice of it fetch        one group: a warp each for K and V of pass A, V (and K) of pass B,
- * descriptors
+ *   pass a   one group of four warps, a turn after the other
+ *   merge    one group: publishes pass A's partial; as soon as every chunk of item s's unit is in,
+ *            merges this thread block's slice of it
+ *   pass b   one group: as soon as every slice of item s's unit is merged
+ *   fetch    one group: a warp each for K and V of pass A, (K and) V of pass B, and for
+ *            descriptors and merged rows
  *
- * They meet at mbarriers (half tiles, slots of logits, descriptors) and, across thread blocks, at
- * two counters per unit. What waits: the merge of turn s for passes A of turn s, pass B of turn s
- * for merges of turn s, pass A of a later turn for slots that pass B of turn s frees. Every wait is
- * for something earlier in that order, so nothing deadlocks as long as all thread blocks run at the
- * same time, which the grid's size (one per multiprocessor) sees to.
- *
- * The ring of partials has as many turns as there are jobs at hand. A thread block gets the job of
- * turn s + JOBS after its own pass B of turn s, which waited for every slice of the merge that
- * reads the partial of turn s: so that one can be overwritten then.
+ * They meet at mbarriers (half tiles, slots of logits, descriptors, partials, merged rows) and,
+ * across thread blocks, at two counters per unit. What waits: the merge of turn s for passes A of
+ * turn s, pass B of turn s for merges of turn s, pass A of a later turn for slots that pass B of
+ * turn s frees and for the place of its partial in the ring, which is free when the unit that it
+ * was part of is merged. Every wait is for something earlier in that order, so nothing deadlocks as
+ * long as all thread blocks run at the same time, which the grid's size (at most one per
+ * multiprocessor) sees to.
  */
 #ifndef DKV_KERNELS_CUDA_FAST_KERNEL_CUH
 #define DKV_KERNELS_CUDA_FAST_KERNEL_CUH
 
+#include "kernels/cuda/fast_fetch.cuh"
 #include "kernels/cuda/fast_merge.cuh"
 #include "kernels/cuda/fast_pass_a.cuh"
 #include "kernels/cuda/fast_pass_b.cuh"
@@ -27,252 +27,10 @@ namespace dkv_fast
 {
 
 template <class S>
-__device__ __forceinline__ const job &job_wait(shared_memory<S> &shared, uint32_t turn)
+__device__ __forceinline__ unsigned char *partial_of(const dkv_fast_args &args, int place,
+                                                     uint32_t thread_block)
 {
-    const uint32_t slot = turn % JOBS;
-    mbarrier_wait(shared_address(&shared.job_full[slot]), turn / JOBS & 1);
-    return shared.jobs[slot];
-}
-
-template <class S>
-__device__ __forceinline__ void job_release(shared_memory<S> &shared, uint32_t turn, int lane)
-{
-    __syncwarp();
-    if (lane == 0)
-        mbarrier_arrive(shared_address(&shared.job_empty[turn % JOBS]));
-}
-
-template <class T> __device__ __forceinline__ void copy_words(T &to, const T *from, int lane)
-{
-    static_assert(sizeof(T) % 4 == 0, "descriptors are copied by words");
-    for (uint32_t i = lane; i < sizeof(T) / 4; i += 32)
-        reinterpret_cast<uint32_t *>(&to)[i] = reinterpret_cast<const uint32_t *>(from)[i];
-}
-
-/* Keeps the descriptors of this thread block's next items at hand. */
-template <class S>
-__device__ __forceinline__ void fetch_jobs(shared_memory<S> &shared, const dkv_fast_args &args,
-                                           int lane)
-{
-    for (uint32_t turn = 0; turn < args.turns; turn++) {
-        const uint32_t slot = turn % JOBS;
-        const dkv_fast_item item = args.items[turn * gridDim.x + blockIdx.x];
-        mbarrier_wait(shared_address(&shared.job_empty[slot]), (turn / JOBS & 1) ^ 1);
-        job &to = shared.jobs[slot];
-        if (item.chunks != 0) {
-            copy_words(to.unit, args.units + item.unit, lane);
-            copy_words(to.block, args.blocks + args.units[item.unit].block, lane);
-        }
-        if (lane == 0)
-            to.item = item;
-        __syncwarp();
-        if (S::FP8 && item.chunks != 0)
-            convert_query<S>(to, lane);
-        if (lane == 0)
-            mbarrier_arrive(shared_address(&shared.job_full[slot]));
-    }
-}
-
-/* Keys or values of an item, as a fetching warp sees them. */
-template <class S, bool keys> struct tile_source {
-    static constexpr int COLUMNS = S::STORED_BYTES < 128 ? 4 : 8; /* of 16 bytes, side by side */
-    static constexpr int ROWS = 32 / COLUMNS;                     /* at once */
-    static constexpr int BLOCKS = S::STORED_BYTES / 16 / COLUMNS;
-    static constexpr int PERIOD = 8 / ROWS; /* rounds after which rows are permuted alike again */
-    static constexpr int EIGHT_BYTES = S::FP8 ? S::EIGHT_BYTES / 2 : S::EIGHT_BYTES;
-
-    const unsigned char *dense; /* the lane's place in the first rows, if they are adjacent */
-    int dense_halves;           /* which are, and within the unit */
-
-    static __device__ __forceinline__ const dkv_cu_rows &rows_of(const job &work)
-    {
-        return keys ? work.block.k : work.block.v;
-    }
-
-    __device__ __forceinline__ tile_source(const job &work, int lane)
-    {
-        const dkv_cu_rows &rows = rows_of(work);
-        const uint32_t first = item_first_key(work.item);
-        dense = (keys ? work.unit.k : work.unit.v) +
-                (work.block.valid_from + first + lane / COLUMNS) *
-                    static_cast<size_t>(S::STORED_BYTES) +
-                16 * (lane % COLUMNS);
-        dense_halves = rows.token_stride == S::STORED_BYTES && rows.page_tokens == 0
-                           ? static_cast<int>(work.block.n_valid - first) / HALF
-                           : 0;
-    }
-
-    /* Starts the copies of 32 rows, 16 bytes a lane. Rows past the unit's end repeat the last key:
-     * finite numbers that nobody looks at. A row behind a bad page table entry is zeros; the entry
-     * is reported and the unit's result void. */
-    __device__ __forceinline__ void copy_half(const job &work, int half_index, uint32_t half,
-                                              uint64_t policy, int lane_of_warp) const
-    {
-        const int lane = here(lane_of_warp);
-        const int row_of = lane / COLUMNS;
-        const int column = lane % COLUMNS;
-        uint32_t to[PERIOD];
-#pragma unroll
-        for (int i = 0; i < PERIOD; i++)
-            to[i] = half + (S::FP8 ? raw_offset<S>(ROWS * i + row_of, column)
-                                   : element_offset<S>(ROWS * i + row_of, column));
-        if (half_index < dense_halves) {
-            const unsigned char *row = dense +
-                                       half_index * static_cast<size_t>(HALF * S::STORED_BYTES);
-#pragma unroll
-            for (int i = 0; i < HALF / ROWS; i++)
-#pragma unroll
-                for (int block = 0; block < BLOCKS; block++)
-                    copy_16(to[i % PERIOD] + i / PERIOD * EIGHT_BYTES + 1024 * block,
-                            row + ROWS * i * S::STORED_BYTES + 128 * block, true, policy);
-            return;
-        }
-        const unsigned char *base = keys ? work.unit.k : work.unit.v;
-        unsigned long long *bad = keys ? &work.unit.report->bad_k_entry
-                                       : &work.unit.report->bad_v_entry;
-        const uint32_t key = min(item_first_key(work.item) + half_index * HALF + lane,
-                                 work.block.n_valid - 1);
-        const unsigned char *mine = dkv_cu_row(rows_of(work), base, work.block.valid_from + key,
-                                               bad);
-#pragma unroll
-        for (int i = 0; i < HALF / ROWS; i++) {
-            const unsigned char *row = reinterpret_cast<const unsigned char *>(
-                __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), ROWS * i + row_of));
-            const bool exists = row != nullptr;
-            row = (exists ? row : base) + 16 * column;
-#pragma unroll
-            for (int block = 0; block < BLOCKS; block++)
-                copy_16(to[i % PERIOD] + i / PERIOD * EIGHT_BYTES + 1024 * block, row + 128 * block,
-                        exists, policy);
-        }
-    }
-};
-
-/* One warp's part of filling a ring of half tiles: all halves that it copies pass through here. */
-template <class S, int size> struct half_stream {
-    unsigned char (&halves)[size][S::HALF_BYTES];
-    unsigned long long (&full)[size];
-    unsigned long long (&empty)[size];
-    int lane;
-    ring<size> next;
-    /* fp8: halves that are copied but not converted, the oldest in the lowest byte: its place in
-     * the ring, and the top bit for E5M2. Copies of all of them are under way at once. */
-    uint32_t pending = 0;
-    int n_pending = 0;
-
-    __device__ __forceinline__ half_stream(unsigned char (&in)[size][S::HALF_BYTES],
-                                           unsigned long long (&full_of)[size],
-                                           unsigned long long (&empty_of)[size], int of_lane)
-        : halves(in), full(full_of), empty(empty_of), lane(of_lane)
-    {
-    }
-
-    __device__ __forceinline__ void convert_oldest(void)
-    {
-        copies_wait(n_pending - 1);
-        __syncwarp();
-        const int index = pending & 127;
-        convert_half<S>(shared_address(halves[index]), pending & 128, lane);
-        fence_async_proxy();
-        mbarrier_arrive(shared_address(&full[index]));
-        pending >>= 8;
-        n_pending--;
-    }
-
-    /* Converts what there is while the barrier is not there yet: nobody may have to wait for a half
-     * tile that waits for this warp, which waits for the barrier. */
-    __device__ __forceinline__ void convert_until(uint32_t barrier, uint32_t parity)
-    {
-        if constexpr (S::FP8)
-            while (n_pending > 0 && !__all_sync(~0u, mbarrier_test(barrier, parity)))
-                convert_oldest();
-    }
-
-    template <bool keys>
-    __device__ __forceinline__ void fetch(const tile_source<S, keys> &from, const job &work,
-                                          int half_index, uint64_t policy)
-    {
-        const uint32_t is_empty = shared_address(&empty[next.index]);
-        if (S::FP8 && n_pending == PENDING_MAX)
-            convert_oldest();
-        convert_until(is_empty, next.parity ^ 1);
-        mbarrier_wait(is_empty, next.parity ^ 1);
-        from.copy_half(work, half_index, shared_address(halves[next.index]), policy, lane);
-        if constexpr (S::FP8) {
-            copies_commit();
-            const uint32_t is_e5m2 = from.rows_of(work).dtype == DKV_F8_E5M2 ? 128 : 0;
-            pending |= (next.index | is_e5m2) << 8 * n_pending;
-            n_pending++;
-        } else {
-            mbarrier_arrive_after_copies(shared_address(&full[next.index]));
-        }
-        next.advance();
-    }
-
-    __device__ __forceinline__ const job &wait_for_job(shared_memory<S> &shared, uint32_t turn)
-    {
-        convert_until(shared_address(&shared.job_full[turn % JOBS]), turn / JOBS & 1);
-        return job_wait(shared, turn);
-    }
-
-    __device__ __forceinline__ void finish(void)
-    {
-        while (S::FP8 && n_pending > 0)
-            convert_oldest();
-    }
-};
-
-/* What pass A reads: K and V of every tile, in turn; one warp for each. K of kept tiles is never
- * read again. */
-template <class S, bool keys>
-__device__ __forceinline__ void fetch_a(shared_memory<S> &shared, const dkv_fast_args &args,
-                                        int lane)
-{
-    half_stream<S, S::A_HALVES> stream(shared.a_halves, shared.a_full, shared.a_empty, lane);
-    if (!keys)
-        stream.next.advance(2);
-    const uint64_t once = policy_evict_first();
-    const uint64_t again = policy_normal();
-    for (uint32_t turn = 0; turn < args.turns; turn++) {
-        const job &work = stream.wait_for_job(shared, turn);
-        const int tiles = work.item.chunks != 0 ? item_tiles(work) : 0;
-        const tile_source<S, keys> from(work, lane);
-        for (int half = 0; half < 2 * tiles; half++) {
-            stream.fetch(from, work, half, keys && half / 2 < S::KEPT_TILES ? once : again);
-            if (half % 2 == 1)
-                stream.next.advance(2);
-        }
-        job_release(shared, turn, lane);
-    }
-    stream.finish();
-}
-
-/* What pass B reads: V, and after it K where the logits were not kept, tile by tile. */
-template <class S>
-__device__ __forceinline__ void fetch_b(shared_memory<S> &shared, const dkv_fast_args &args,
-                                        int lane)
-{
-    half_stream<S, S::B_HALVES> stream(shared.b_halves, shared.b_full, shared.b_empty, lane);
-    const uint64_t once = policy_evict_first();
-    for (uint32_t turn = 0; turn < args.turns; turn++) {
-        const job &work = stream.wait_for_job(shared, turn);
-        const int tiles = work.item.chunks != 0 ? item_tiles(work) : 0;
-        const tile_source<S, true> keys(work, lane);
-        const tile_source<S, false> values(work, lane);
-        for (int half = 0; half < 2 * tiles; half++) {
-            stream.fetch(values, work, half, once);
-            for (int k = half - 1; half % 2 == 1 && half / 2 >= S::KEPT_TILES && k <= half; k++)
-                stream.fetch(keys, work, k, once);
-        }
-        job_release(shared, turn, lane);
-    }
-    stream.finish();
-}
-
-__device__ __forceinline__ unsigned char *partial_of(const dkv_fast_args &args, uint32_t turn,
-                                                     uint32_t thread_block, size_t bytes)
-{
-    return args.ring + (turn % JOBS * gridDim.x + thread_block) * bytes;
+    return args.ring + (place * gridDim.x + thread_block) * static_cast<size_t>(S::PARTIAL_BYTES);
 }
 
 template <class S>
@@ -282,15 +40,21 @@ __device__ __forceinline__ void run_a(shared_memory<S> &shared, const dkv_fast_a
     const place<S> at(thread);
     a_reader<S> reader;
     ring<S::SLOTS> slots;
+    ring<S::TURNS> partials;
+    softmax_state<S> state;
+    uint32_t q[S::K_STEPS][4] = {};
+    load_query(shared, 0, args.turns, at, q);
     for (uint32_t turn = 0; turn < args.turns; turn++) {
         const job &work = job_wait(shared, turn);
-        if (work.item.chunks != 0) {
-            pass_a<S>(shared, work, reader, slots, at,
-                      partial_of(args, turn, blockIdx.x, S::PARTIAL_BYTES));
-            group_barrier(BARRIER_A);
-            if (thread == 0)
-                counter_add(&args.counters[work.item.counter].partials);
-        }
+        if (work.item.chunks != 0)
+            pass_a(shared, work, turn, args.turns, reader, slots, at, q, state);
+        else
+            load_query(shared, turn + 1, args.turns, at, q);
+        mbarrier_wait(shared_address(&shared.partial_empty[partials.index]), partials.parity ^ 1);
+        if (work.item.chunks != 0)
+            store_partial(state, at, partial_of<S>(args, partials.index, blockIdx.x));
+        mbarrier_arrive(shared_address(&shared.partial_full[partials.index]));
+        partials.advance();
         job_release(shared, turn, at.lane);
     }
 }
@@ -302,34 +66,58 @@ __device__ __forceinline__ void run_b(shared_memory<S> &shared, const dkv_fast_a
     const place<S> at(thread);
     b_reader<S> reader;
     ring<S::SLOTS> slots;
+    uint32_t parity = 0;
     for (uint32_t turn = 0; turn < args.turns; turn++) {
         const job &work = job_wait(shared, turn);
-        if (work.item.chunks != 0)
-            pass_b<S>(shared, work, reader, slots, at, args.counters + work.item.counter);
+        if (work.item.chunks != 0) {
+            mbarrier_wait(shared_address(&shared.rows_full), parity);
+            parity ^= 1;
+            fence_async_proxy();
+            pass_b<S>(shared, work, reader, slots, at);
+            __syncwarp();
+            if (at.lane == 0)
+                mbarrier_arrive(shared_address(&shared.rows_empty));
+        }
         job_release(shared, turn, at.lane);
     }
+}
+
+/* Publishes pass A's partial and merges a slice of the unit. */
+template <class S>
+__device__ __forceinline__ void merge_item(shared_memory<S> &shared, const dkv_fast_args &args,
+                                           const job &work, const ring<S::TURNS> &partials,
+                                           int thread)
+{
+    dkv_fast_counters *counters = args.counters + work.item.counter;
+    if (thread == 0) {
+        mbarrier_wait(shared_address(&shared.partial_full[partials.index]), partials.parity);
+        counter_publish(&counters->partials);
+        counter_wait(&counters->partials, work.item.chunks);
+    }
+    group_barrier(BARRIER_MERGE);
+    merge_slice<S>(shared.merge, work,
+                   partial_of<S>(args, partials.index, blockIdx.x - work.item.chunk), thread);
+    if (thread == 0 && work.item.chunk == 0)
+        *work.unit.exponent = DKV_CU_EXPONENT;
+    group_barrier(BARRIER_MERGE);
+    if (thread == 0)
+        counter_publish(&counters->merged);
 }
 
 template <class S>
 __device__ __forceinline__ void run_merge(shared_memory<S> &shared, const dkv_fast_args &args,
                                           int thread)
 {
+    ring<S::TURNS> partials;
     for (uint32_t turn = 0; turn < args.turns; turn++) {
         const job &work = job_wait(shared, turn);
         if (work.item.chunks != 0) {
-            dkv_fast_counters *counters = args.counters + work.item.counter;
-            if (thread == 0)
-                counter_wait(&counters->partials, work.item.chunks);
-            group_barrier(BARRIER_MERGE);
-            merge_slice<S>(shared.merge, work,
-                           partial_of(args, turn, blockIdx.x - work.item.chunk, S::PARTIAL_BYTES),
-                           thread);
-            if (thread == 0 && work.item.chunk == 0)
-                *work.unit.exponent = DKV_CU_EXPONENT;
-            group_barrier(BARRIER_MERGE);
-            if (thread == 0)
-                counter_add(&counters->merged);
+            merge_item(shared, args, work, partials, thread);
+        } else if (thread == 0) {
+            mbarrier_wait(shared_address(&shared.partial_full[partials.index]), partials.parity);
+            mbarrier_arrive(shared_address(&shared.partial_empty[partials.index]));
         }
+        partials.advance();
         job_release(shared, turn, thread & 31);
     }
 }
@@ -348,9 +136,24 @@ template <class S> __device__ __forceinline__ void init_barriers(shared_memory<S
         mbarrier_init(shared_address(&shared.slot_empty[i]), 4);
     for (int i = 0; i < JOBS; i++) {
         mbarrier_init(shared_address(&shared.job_full[i]), 1);
-        mbarrier_init(shared_address(&shared.job_empty[i]), WARPS - 1);
+        mbarrier_init(shared_address(&shared.job_empty[i]), WARPS);
     }
+    for (int i = 0; i < S::TURNS; i++) {
+        mbarrier_init(shared_address(&shared.partial_full[i]), GROUP_THREADS);
+        mbarrier_init(shared_address(&shared.partial_empty[i]), 1);
+    }
+    mbarrier_init(shared_address(&shared.rows_full), 32 + 1);
+    mbarrier_init(shared_address(&shared.rows_empty), 4);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+/* Read anew by each role: what is computed before the roles part would be spilled for the one with
+ * the fewest registers. */
+__device__ __forceinline__ int thread_in_group(void)
+{
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread % GROUP_THREADS;
 }
 
 /* Empty except for sm_90a: fast_takes() knows. */
@@ -358,28 +161,26 @@ template <class S>
 __global__ void __launch_bounds__(THREADS, 1) score(const __grid_constant__ dkv_fast_args args)
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    /* Selection may take over multiprocessors as they fall free; it waits for the last one. With
-     * one turn they fall free together, and it gains nothing by waiting there. */
-    if (args.turns > 1)
-        asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    /* Selection may take over multiprocessors as they fall free; it waits for the last one. */
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     shared_memory<S> &shared = *reinterpret_cast<shared_memory<S> *>(shared_bytes);
     if (threadIdx.x == 0)
         init_barriers(shared);
     __syncthreads();
     const int group = threadIdx.x / GROUP_THREADS;
-    const int thread = threadIdx.x % GROUP_THREADS;
     if (group == 0) {
         registers_set<S::A_REGISTERS, LAUNCH_REGISTERS>();
-        run_a<S>(shared, args, thread);
+        run_a<S>(shared, args, thread_in_group());
     } else if (group == 1) {
         registers_set<S::B_REGISTERS, LAUNCH_REGISTERS>();
-        run_b<S>(shared, args, thread);
+        run_b<S>(shared, args, thread_in_group());
     } else if (group == 2) {
         registers_set<S::MERGE_REGISTERS, LAUNCH_REGISTERS>();
-        run_merge<S>(shared, args, thread);
+        run_merge<S>(shared, args, thread_in_group());
     } else {
         registers_set<S::FETCH_REGISTERS, LAUNCH_REGISTERS>();
+        const int thread = thread_in_group();
         const int lane = thread & 31;
         if (thread < 32)
             fetch_a<S, true>(shared, args, lane);
@@ -388,7 +189,7 @@ __global__ void __launch_bounds__(THREADS, 1) score(const __grid_constant__ dkv_
         else if (thread < 96)
             fetch_b<S>(shared, args, lane);
         else
-            fetch_jobs<S>(shared, args, lane);
+            fetch_items<S>(shared, args, lane);
     }
 #endif
 }

@@ -48,20 +48,9 @@ template <class S> struct partial_cell {
 
     __device__ __forceinline__ partial_head head(int chunk) const
     {
-        const float2 head = __ldcg(reinterpret_cast<const float2 *>(
-            first + static_cast<size_t>(chunk) * S::PARTIAL_BYTES + row * 8));
-        return {head.x, head.y};
-    }
-    __device__ __forceinline__ int key(int chunk) const
-    {
-        return __ldcg(reinterpret_cast<const int *>(
-            first + static_cast<size_t>(chunk) * S::PARTIAL_BYTES + S::ROWS * 8 + row * 4));
-    }
-    /* Of a partial whose top key stands outside. */
-    __device__ __forceinline__ float base(int chunk) const
-    {
-        return __ldcg(reinterpret_cast<const float *>(
-            first + static_cast<size_t>(chunk) * S::PARTIAL_BYTES + S::ROWS * 12 + row * 4));
+        const float4 words = __ldcg(reinterpret_cast<const float4 *>(
+            first + static_cast<size_t>(chunk) * S::PARTIAL_BYTES + row * sizeof(partial_head)));
+        return {words.x, words.y, words.z, __float_as_int(words.w)};
     }
     __device__ __forceinline__ float4 output(int chunk) const
     {
@@ -79,19 +68,18 @@ __device__ __forceinline__ void merge_two(merge_state &into, const merge_state &
     const bool from_wins = from.head.top > into.head.top;
     const merge_state winner = from_wins ? from : into;
     const merge_state loser = from_wins ? into : from;
-    const float base = fmaxf(winner.base, loser.head.top);
-    const float more = exp2_fast(winner.base - base);
-    const float less = exp2_fast(loser.base - base);
-    into.head.top = winner.head.top;
-    into.base = base;
-    into.chunk = winner.chunk;
+    const float base = fmaxf(winner.head.base, loser.head.top);
+    const float more = exp2_fast(winner.head.base - base);
+    const float less = exp2_fast(loser.head.base - base);
+    into.head = winner.head;
+    into.head.base = base;
     into.output = make_float4(winner.output.x * more, winner.output.y * more,
                               winner.output.z * more, winner.output.w * more);
     into.output = scale_add(less, loser.output, into.output);
     float sum = fmaf(less, fabsf(loser.head.sum), fabsf(winner.head.sum) * more);
     if (signbit(loser.head.sum) && loser.head.top != NO_KEY) {
         const float weight = exp2_fast(loser.head.top - base);
-        into.output = scale_add(weight, value_of<S>(work, cell.key(loser.chunk), cell.dimension),
+        into.output = scale_add(weight, value_of<S>(work, loser.head.key, cell.dimension),
                                 into.output);
         sum += weight;
     }
@@ -100,81 +88,108 @@ __device__ __forceinline__ void merge_two(merge_state &into, const merge_state &
 
 __device__ __forceinline__ merge_state no_partial(void)
 {
-    return {{NO_KEY, -0.0f}, NO_KEY, 0, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
+    return {{NO_KEY, NO_KEY, -0.0f, -1}, make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
 }
 
-/* Merges chunks first..last-1; the loads of some of them are in flight together. */
-template <class S>
-__device__ __forceinline__ merge_state merge_range(const partial_cell<S> &cell, int first, int last,
-                                                   const job &work)
+/* Merges `ahead` chunks from `chunk` on into each of the states, all loads in flight together. */
+template <class S, int states, int ahead>
+__device__ __forceinline__ void merge_chunks(merge_state (&state)[states],
+                                             const partial_cell<S> (&cell)[states], int chunk,
+                                             const job &work)
 {
-    constexpr int AHEAD = S::R == 1 ? 8 : 4;
-    merge_state state = no_partial();
-    for (int p = first; p < last; p += AHEAD) {
-        partial_head head[AHEAD];
-        float4 output[AHEAD];
+    merge_state from[states][ahead];
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            head[i] = cell.head(min(p + i, last - 1));
-            output[i] = cell.output(min(p + i, last - 1));
-        }
+    for (int i = 0; i < states; i++)
 #pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            if (p + i < last) {
-                const float base = signbit(head[i].sum) ? cell.base(p + i) : head[i].top;
-                merge_two<S>(state, {head[i], base, p + i, output[i]}, cell, work);
-            }
-        }
-    }
-    return state;
+        for (int c = 0; c < ahead; c++)
+            from[i][c] = {cell[i].head(chunk + c), cell[i].output(chunk + c)};
+#pragma unroll
+    for (int i = 0; i < states; i++)
+#pragma unroll
+        for (int c = 0; c < ahead; c++)
+            merge_two<S>(state[i], from[i][c], cell[i], work);
 }
 
-/* A row's results from its merged state: the thread's four dimensions of a; returns their part of
- * |b - v|^2, where v is the top key's value. `writes`: also what the row has once. */
-template <class S>
-__device__ __forceinline__ float finish_row(merge_state state, int key, const float4 &v,
-                                            const partial_cell<S> &cell, const job &work,
-                                            bool writes, merged<S> &into)
+/* Merges chunks first..last-1. */
+template <class S, int states>
+__device__ __forceinline__ void merge_range(merge_state (&state)[states],
+                                            const partial_cell<S> (&cell)[states], int first,
+                                            int last, const job &work)
 {
-    const dkv_cu_block &block = work.block;
-    const uint32_t unit_row = work.item.row_group * S::ROWS + cell.row;
-    float4 &output = *reinterpret_cast<float4 *>(&into.output[cell.row][cell.dimension]);
-    const bool exists = unit_row < block.group * block.window;
-    if (!exists || key < 0) {
-        if (exists) /* logits below NO_KEY */
-            atomicOr(&work.unit.report->flags, DKV_CU_RETRY);
-        output = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (writes) {
-            into.lse[cell.row] = INFINITY;
-            into.top[cell.row] = -1;
-            into.top_weight[cell.row] = 0.0f;
-        }
-        return 0.0f;
-    }
-    /* A row that sees one key adds nothing to any score, sink logit or not. */
-    const bool alone = block.n_valid == block.window && unit_row % block.window == 0;
-    float base = state.base;
+    constexpr int AHEAD = S::MERGE_AHEAD / states;
+#pragma unroll 1
+    for (; first + AHEAD <= last; first += AHEAD)
+        merge_chunks<S, states, AHEAD>(state, cell, first, work);
+#pragma unroll 1
+    for (; first + 2 <= last; first += 2)
+        merge_chunks<S, states, 2>(state, cell, first, work);
+    if (first < last)
+        merge_chunks<S, states, 1>(state, cell, first, work);
+}
+
+/* Whether the row's largest key may stay in the sums: it has less than half of the weight, so that
+ * the plain form is safe for it too. */
+__device__ __forceinline__ bool is_flat(const partial_head &head)
+{
+    return !signbit(head.sum) && head.sum > 2.0f;
+}
+
+/* A row's softmax, as far as one thread has it. */
+struct finished_row {
+    float4 output; /* a */
+    float lse;
+    int top;
+    float top_weight;
+    float top_distance; /* the part of four dimensions */
+};
+
+/* The learned sink logit of a row in octaves, -inf without. */
+__device__ __forceinline__ float sink_logit(const job &work, uint32_t unit_row)
+{
+    return work.unit.sink_logits
+               ? work.unit.sink_logits[unit_row / work.block.window] * 1.4426950408889634f
+               : -INFINITY;
+}
+
+__device__ __forceinline__ finished_row finish_flat(const merge_state &state, float sink)
+{
+    const float base = fmaxf(state.head.base, sink);
+    const float less = exp2_fast(state.head.base - base);
+    const float all = fmaf(state.head.sum, less, exp2_fast(sink - base));
+    const float factor = less / all;
+    return {make_float4(state.output.x * factor, state.output.y * factor, state.output.z * factor,
+                        state.output.w * factor),
+            base + log2f(all), -1, 0.0f, 0.0f};
+}
+
+/* With the top key taken out, whose value is v. `alone`: the row sees no other key; it adds nothing
+ * to any score, sink logit or not. */
+__device__ __forceinline__ finished_row finish_peaked(const merge_state &state, float sink,
+                                                      const float4 &v, bool alone)
+{
+    float base = state.head.base;
     float rest = fabsf(state.head.sum); /* everything but the top key */
     float4 sums = state.output;
     if (!signbit(state.head.sum)) {
         rest -= 1.0f;
         sums = scale_add(-1.0f, v, sums);
     }
-    if (work.unit.sink_logits) {
-        const float sink = work.unit.sink_logits[unit_row / block.window] * 1.4426950408889634f;
+    if (sink > -INFINITY) {
         const float larger = fmaxf(base, sink);
         const float less = exp2_fast(base - larger);
         rest = fmaf(rest, less, exp2_fast(sink - larger));
         sums = make_float4(sums.x * less, sums.y * less, sums.z * less, sums.w * less);
         base = larger;
     }
-    float distance = 0.0f;
+    finished_row row;
+    row.top = state.head.key;
+    row.top_distance = 0.0f;
     if (!alone && rest > 0.0f) {
         const float4 minus_v = make_float4(-v.x, -v.y, -v.z, -v.w);
         const float4 d = scale_add(1.0f / rest, sums, minus_v);
-        distance = (d.x * d.x + d.y * d.y) + (d.z * d.z + d.w * d.w);
-        if (distance <= EQUAL * ((v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w)))
-            distance = 0.0f;
+        row.top_distance = (d.x * d.x + d.y * d.y) + (d.z * d.z + d.w * d.w);
+        if (row.top_distance <= EQUAL * ((v.x * v.x + v.y * v.y) + (v.z * v.z + v.w * v.w)))
+            row.top_distance = 0.0f;
     }
     const float reference = fmaxf(state.head.top, base);
     const float top = exp2_fast(state.head.top - reference); /* the top key's weight */
@@ -183,86 +198,144 @@ __device__ __forceinline__ float finish_row(merge_state state, int key, const fl
     const float inverse = 1.0f / all;
     const float4 a = scale_add(
         top, v, make_float4(sums.x * less, sums.y * less, sums.z * less, sums.w * less));
-    output = make_float4(a.x * inverse, a.y * inverse, a.z * inverse, a.w * inverse);
-    const float lse = reference + log2f(all);
-    if (!dkv_cu_finite(lse) || !dkv_cu_finite((a.x + a.y) + (a.z + a.w)))
-        atomicOr(&work.unit.report->flags, DKV_CU_RETRY);
-    if (writes) {
-        const float p = top * inverse * static_cast<float>(1ull << DKV_CU_EXPONENT);
-        into.lse[cell.row] = lse;
-        into.top[cell.row] = key;
-        into.top_weight[cell.row] = alone || rest <= 0.0f ? 0.0f : p * p;
+    row.output = make_float4(a.x * inverse, a.y * inverse, a.z * inverse, a.w * inverse);
+    row.lse = reference + log2f(all);
+    const float p = top * inverse * static_cast<float>(1ull << DKV_CU_EXPONENT);
+    row.top_weight = alone || rest <= 0.0f ? 0.0f : p * p;
+    return row;
+}
+
+/* Writes a segment's results; its eight lanes share the row. */
+template <class S>
+__device__ __forceinline__ void write_row(const finished_row &row, const partial_cell<S> &cell,
+                                          merged<S> &into)
+{
+    using type = typename S::type;
+    const float4 &a = row.output;
+    const uint2 hi = make_uint2(pack<type>(a.x, a.y), pack<type>(a.z, a.w));
+    const float2 h0 = unpack<type>(hi.x);
+    const float2 h1 = unpack<type>(hi.y);
+    const uint2 lo = make_uint2(pack<type>(a.x - h0.x, a.y - h0.y),
+                                pack<type>(a.z - h1.x, a.w - h1.y));
+    const float2 l0 = unpack<type>(lo.x);
+    const float2 l1 = unpack<type>(lo.y);
+    const float4 both = make_float4(h0.x + l0.x, h0.y + l0.y, h1.x + l1.x, h1.y + l1.y);
+    float norm = (both.x * both.x + both.y * both.y) + (both.z * both.z + both.w * both.w);
+    float distance = row.top_distance;
+#pragma unroll
+    for (int lanes = 1; lanes < 8; lanes *= 2) {
+        norm += __shfl_xor_sync(~0u, norm, lanes);
+        distance += __shfl_xor_sync(~0u, distance, lanes);
     }
-    return distance;
+    if (cell.row < 0)
+        return;
+    unsigned char *to = into.a[cell.row / BLOCK_ROWS] +
+                        element_offset<S>(cell.row % BLOCK_ROWS, cell.dimension / 8) +
+                        cell.dimension % 8 * 2;
+    __stcg(reinterpret_cast<uint2 *>(to), hi);
+    __stcg(reinterpret_cast<uint2 *>(to + BLOCK_ROWS / 8 * S::EIGHT_BYTES), lo);
+    if (cell.dimension % 32 == 0) {
+        __stcg(&into.norm[cell.row][cell.dimension / 32], norm);
+        __stcg(&into.top_distance[cell.row][cell.dimension / 32], distance);
+    }
+    if (cell.dimension == 0) {
+        __stcg(&into.lse[cell.row], row.lse);
+        __stcg(&into.top[cell.row], row.top);
+        __stcg(&into.top_weight[cell.row], row.top_weight);
+    }
+}
+
+/* A row's results from its merged state. */
+template <class S>
+__device__ __forceinline__ finished_row finish_row(const merge_state &state,
+                                                   const partial_cell<S> &cell, const job &work)
+{
+    const dkv_cu_block &block = work.block;
+    const uint32_t unit_row = work.item.row_group * S::ROWS + cell.row;
+    const bool exists = unit_row < block.group * block.window;
+    if (!exists || state.head.key < 0) {
+        if (exists) /* logits below NO_KEY */
+            atomicOr(&work.unit.report->flags, DKV_CU_RETRY);
+        return {make_float4(0.0f, 0.0f, 0.0f, 0.0f), INFINITY, -1, 0.0f, 0.0f};
+    }
+    const float sink = sink_logit(work, unit_row);
+    const bool alone = block.n_valid == block.window && unit_row % block.window == 0;
+    const finished_row row =
+        is_flat(state.head)
+            ? finish_flat(state, sink)
+            : finish_peaked(state, sink, value_of<S>(work, state.head.key, cell.dimension), alone);
+    const float4 &a = row.output;
+    if (!dkv_cu_finite(row.lse) || !dkv_cu_finite((a.x + a.y) + (a.z + a.w)))
+        atomicOr(&work.unit.report->flags, DKV_CU_RETRY);
+    return row;
+}
+
+/* Segments base + i * step of a slice that ends at `last`, by eight threads each; of their chunks
+ * those of `group` out of `groups`, whose states meet in `room`. */
+template <class S, int states>
+__device__ __forceinline__ void merge_segments(merge_state (&room)[GROUP_THREADS / 2],
+                                               const job &work, const unsigned char *partials,
+                                               int base, int step, int last, int group, int groups,
+                                               int thread)
+{
+    constexpr int PER_ROW = S::DIM / 32;
+    merged<S> &into = reinterpret_cast<merged<S> *>(work.unit.work)[work.item.row_group];
+    const int chunks = work.item.chunks;
+    partial_cell<S> cell[states];
+    merge_state state[states];
+    bool live[states];
+#pragma unroll
+    for (int i = 0; i < states; i++) {
+        const int segment = min(base + i * step, last - 1);
+        live[i] = base + i * step < last;
+        cell[i] = {partials, segment / PER_ROW, segment % PER_ROW * 32 + thread % 8 * 4};
+        state[i] = no_partial();
+    }
+    merge_range<S, states>(state, cell, chunks * group / groups, chunks * (group + 1) / groups,
+                           work);
+    for (int half = groups / 2; half > 0; half /= 2) { /* then there is one segment a thread */
+        const int lanes = GROUP_THREADS / groups;
+        if (group >= half && group < 2 * half)
+            room[thread - half * lanes] = state[0];
+        group_barrier(BARRIER_MERGE);
+        if (group < half)
+            merge_two<S>(state[0], room[thread], cell[0], work);
+        group_barrier(BARRIER_MERGE);
+    }
+#pragma unroll
+    for (int i = 0; i < states; i++) {
+        finished_row row = {};
+        if (live[i] && group == 0)
+            row = finish_row<S>(state[i], cell[i], work);
+        else
+            cell[i].row = -1;
+        write_row<S>(row, cell[i], into);
+    }
 }
 
 /* This thread block's slice. Eight lanes hold a segment's 32 dimensions. A slice of few segments
- * has threads to spare, which share the chunks; one of many takes several segments a thread, whose
+ * has threads to spare, which share the chunks; one of many takes two segments a thread, whose
  * loads overlap. */
 template <class S>
 __device__ __forceinline__ void merge_slice(merge_state (&room)[GROUP_THREADS / 2], const job &work,
                                             const unsigned char *partials, int thread)
 {
     constexpr int SEGMENTS = S::ROWS * S::DIM / 32;
-    constexpr int PER_ROW = S::DIM / 32;
-    constexpr int SIDE_BY_SIDE = 2;
-    merged<S> &into = reinterpret_cast<merged<S> *>(work.unit.work)[work.item.row_group];
+    constexpr int AT_ONCE = GROUP_THREADS / 8;
     const int chunks = work.item.chunks;
     const int first = SEGMENTS * work.item.chunk / chunks;
     const int last = SEGMENTS * (work.item.chunk + 1) / chunks;
-    int at_once = 1; /* segments */
-    while (8 * at_once < GROUP_THREADS && at_once < last - first)
-        at_once *= 2;
-    const int lanes = 8 * at_once;
-    const int groups = GROUP_THREADS / lanes;
-    const int group = thread / lanes;
-    for (int base = first; base < last; base += SIDE_BY_SIDE * at_once) {
-        partial_cell<S> cell[SIDE_BY_SIDE];
-        merge_state state[SIDE_BY_SIDE];
-        bool live[SIDE_BY_SIDE];
-        int key[SIDE_BY_SIDE];
-        float4 v[SIDE_BY_SIDE];
-#pragma unroll
-        for (int i = 0; i < SIDE_BY_SIDE; i++) {
-            const int segment = base + i * at_once + thread % lanes / 8;
-            live[i] = segment < last;
-            cell[i] = {partials, min(segment, last - 1) / PER_ROW,
-                       min(segment, last - 1) % PER_ROW * 32 + thread % 8 * 4};
-            state[i] = no_partial();
-            if (live[i])
-                state[i] = merge_range<S>(cell[i], chunks * group / groups,
-                                          chunks * (group + 1) / groups, work);
-        }
-        for (int half = groups / 2; half > 0; half /= 2) { /* then there is one segment a thread */
-            if (group >= half && group < 2 * half)
-                room[thread - half * lanes] = state[0];
-            group_barrier(BARRIER_MERGE);
-            if (group < half && live[0])
-                merge_two<S>(state[0], room[thread], cell[0], work);
-            group_barrier(BARRIER_MERGE);
-        }
-#pragma unroll
-        for (int i = 0; i < SIDE_BY_SIDE; i++) {
-            live[i] &= group == 0;
-            key[i] = live[i] ? cell[i].key(state[i].chunk) : -1;
-        }
-#pragma unroll
-        for (int i = 0; i < SIDE_BY_SIDE; i++) {
-            v[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (key[i] >= 0)
-                v[i] = value_of<S>(work, key[i], cell[i].dimension);
-        }
-#pragma unroll
-        for (int i = 0; i < SIDE_BY_SIDE; i++) {
-            float distance = 0.0f;
-            if (live[i])
-                distance = finish_row<S>(state[i], key[i], v[i], cell[i], work,
-                                         cell[i].dimension == 0, into);
-            for (int other = 1; other < 8; other *= 2)
-                distance += __shfl_xor_sync(~0u, distance, other);
-            if (live[i] && thread % 8 == 0)
-                into.top_distance[cell[i].row][cell[i].dimension / 32] = distance;
-        }
+    if (last - first > AT_ONCE) {
+        for (int base = first; base < last; base += 2 * AT_ONCE)
+            merge_segments<S, 2>(room, work, partials, base + thread / 8, AT_ONCE, last, 0, 1,
+                                 thread);
+    } else if (last > first) {
+        int at_once = 1;
+        while (at_once < last - first)
+            at_once *= 2;
+        const int lanes = 8 * at_once;
+        merge_segments<S, 1>(room, work, partials, first + thread % lanes / 8, AT_ONCE, last,
+                             thread / lanes, GROUP_THREADS / lanes, thread);
     }
 }
 

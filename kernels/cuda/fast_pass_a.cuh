@@ -203,10 +203,10 @@ __device__ __forceinline__ void store_partial(softmax_state<S> &state, const pla
                       at.t);
         const int row = at.row(i);
         if (at.t == 0) {
-            __stcg(reinterpret_cast<float2 *>(partial) + row,
-                   make_float2(state.top[i], joins ? fmaf(sum, below, 1.0f) : -sum));
-            __stcg(reinterpret_cast<int *>(partial + S::ROWS * 8) + row, state.key[i]);
-            __stcg(reinterpret_cast<float *>(partial + S::ROWS * 12) + row, state.base[i]);
+            const partial_head head = {state.top[i], joins ? state.top[i] : state.base[i],
+                                       joins ? fmaf(sum, below, 1.0f) : -sum, state.key[i]};
+            __stcg(reinterpret_cast<float4 *>(partial) + row,
+                   *reinterpret_cast<const float4 *>(&head));
         }
         float2 *output = reinterpret_cast<float2 *>(partial + S::ROWS * 16) + row * S::DIM / 2 +
                          at.t;
@@ -228,25 +228,83 @@ __device__ __forceinline__ void keep_logits(shared_memory<S> &shared, ring<S::SL
     mbarrier_wait(shared_address(&shared.slot_empty[slots.index]), slots.parity ^ 1);
     const uint32_t slot = shared_address(shared.slots[slots.index]);
 #pragma unroll
-    for (int i = 0; i < S::R; i++)
+    for (int i = 0; i < S::R; i++) {
+        const int row = at.row(i);
 #pragma unroll
-        for (int q = 0; q < 4; q++)
-            store_shared(slot + at.slot_cell(i, q), z[2 * q][2 * i], z[2 * q][2 * i + 1],
-                         z[2 * q + 1][2 * i], z[2 * q + 1][2 * i + 1]);
+        for (int low = 0; low < 4; low++) {
+            const uint32_t keys = slot + slot_row(row) +
+                                  4 * ((8 * low ^ slot_permutation(row)) + 2 * at.t);
+#pragma unroll
+            for (int j = low; j < 8; j += 4)
+                store_shared(keys + 32 * (j - low), z[j][2 * i], z[j][2 * i + 1]);
+        }
+    }
     slots.advance();
 }
 
+/* The query rows of a unit as operand of wgmma; nothing past the last turn. Called while the item
+ * before it is still being worked on, so that nobody waits for the loads. */
 template <class S>
-__device__ __forceinline__ void pass_a(shared_memory<S> &shared, const job &work,
-                                       a_reader<S> &reader, ring<S::SLOTS> &slots,
-                                       const place<S> &at, unsigned char *partial)
+__device__ __forceinline__ void load_query(shared_memory<S> &shared, uint32_t turn, uint32_t turns,
+                                           const place<S> &at, uint32_t (&q)[S::K_STEPS][4])
 {
-    uint32_t q[S::K_STEPS][4];
-    load_query<S>(work, at, 0, q);
-    const logit_rule<S> rule(work, at);
-    softmax_state<S> state;
+    if (turn >= turns)
+        return;
+    const job &work = job_wait(shared, turn);
+    if (work.item.chunks == 0)
+        return;
+#pragma unroll
+    for (int i = 0; i < S::R; i++) {
+        const unsigned char *from = query_row(work, work.item.row_group * S::ROWS + at.row(i));
+#pragma unroll
+        for (int k = 0; k < S::K_STEPS; k++)
+#pragma unroll
+            for (int half = 0; half < 2; half++)
+                q[k][2 * half + i] = from ? load_query_word<S>(from + 4 * at.t + 32 * k + 16 * half)
+                                          : 0;
+    }
+}
+
+/* Starts the dot products of the rows with a tile's keys. */
+template <class S>
+__device__ __forceinline__ void start_dots(float (&z)[8][4], const uint32_t (&q)[S::K_STEPS][4],
+                                           uint32_t k_tile)
+{
+    const uint64_t keys = keys_operand<S>(k_tile);
+#pragma unroll
+    for (int k = 0; k < S::K_STEPS; k++)
+        warpgroup_mma<typename S::type, 0>(z, q[k], keys + keys_step(k), k > 0);
+}
+
+/* -inf where a row of the thread does not see a key of the tile. */
+template <class S>
+__device__ __forceinline__ void hide_keys(const job &work, const place<S> &at, int first_key,
+                                          float (&z)[8][4])
+{
+#pragma unroll
+    for (int i = 0; i < S::R; i++) {
+        const int last_key = last_key_of(work, work.item.row_group * S::ROWS + at.row(i));
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+            for (int e = 0; e < 2; e++) {
+                if (first_key + 8 * j + 2 * at.t + e > last_key)
+                    z[j][2 * i + e] = -INFINITY;
+            }
+    }
+}
+
+/* Pass A of the item of a turn; on entry q is its query, at the end that of the next one. */
+template <class S>
+__device__ __forceinline__ void pass_a(shared_memory<S> &shared, const job &work, uint32_t turn,
+                                       uint32_t turns, a_reader<S> &reader, ring<S::SLOTS> &slots,
+                                       const place<S> &at, uint32_t (&q)[S::K_STEPS][4],
+                                       softmax_state<S> &state)
+{
+    const logit_rule rule(work);
     state.clear();
     const int tiles = item_tiles(work);
+    const int first_kept = first_kept_tile<S>(tiles);
     const int chunk_key = item_first_key(work.item);
     float lowest = 0.0f;
     float z[8][4];
@@ -258,22 +316,26 @@ __device__ __forceinline__ void pass_a(shared_memory<S> &shared, const job &work
         k_tile = reader.wait(shared.a_halves, shared.a_full);
         hold(z);
         warpgroup_fence();
-        start_dots<S>(z, q, k_tile, 0);
+        start_dots<S>(z, q, k_tile);
         warpgroup_commit();
         warpgroup_wait<0>();
         hold(z);
         hold(state.output);
-        reader.release(shared.a_halves, shared.a_empty, k_tile, at.lane);
-        if (tile > 0)
+        if (tile > 0) /* in the order they were filled, see fast_fetch.cuh */
             reader.release(shared.a_halves, shared.a_empty, v_tile, at.lane);
+        reader.release(shared.a_halves, shared.a_empty, k_tile, at.lane);
+        if (tile == tiles - 1)
+            load_query(shared, turn + 1, turns, at, q);
         bool exceeds = false;
 #pragma unroll
         for (int j = 0; j < 8; j++)
 #pragma unroll
             for (int c = 0; c < 2 * S::R; c++)
                 lowest = fminf(lowest, z[j][c]);
-        rule.apply(z, first_key, at.t);
-        if (tile < S::KEPT_TILES)
+        rule.apply<8, 2 * S::R>(z);
+        if (first_key + TILE > rule.open_keys)
+            hide_keys(work, at, first_key, z);
+        if (tile >= first_kept)
             keep_logits(shared, slots, z, at);
 #pragma unroll
         for (int j = 0; j < 8; j++)
@@ -294,7 +356,6 @@ __device__ __forceinline__ void pass_a(shared_memory<S> &shared, const job &work
     reader.release(shared.a_halves, shared.a_empty, v_tile, at.lane);
     if (lowest == -INFINITY)
         atomicOr(&work.unit.report->flags, DKV_CU_RETRY);
-    store_partial<S>(state, at, partial);
 }
 
 } // namespace dkv_fast

@@ -1,9 +1,10 @@
-/* What a thread of passes A and B needs in both: where it stands, how tiles lie in shared memory,
- * and the logits of a tile.
+/* What a thread of passes A and B needs in both: where it stands, how tiles and logits lie in
+ * shared memory, and what makes logits of dot products.
  *
  * Tiles lie as wgmma's 128-byte permuted layout wants them, for both operand orders at once: eight
  * keys are DIM / 64 blocks of 1024 bytes; a block is eight rows of 128 bytes (64 dimensions of one
- * key each), whose 16-byte columns are permuted by the row's number.
+ * key each), whose 16-byte columns are permuted by the row's number. Pass B's row operands lie the
+ * same way.
  */
 #ifndef DKV_KERNELS_CUDA_FAST_PLACE_CUH
 #define DKV_KERNELS_CUDA_FAST_PLACE_CUH
@@ -19,7 +20,7 @@ template <class S> __device__ __forceinline__ uint32_t element_offset(int key, i
            ((column % 8 ^ key % 8) << 4);
 }
 
-/* A tile as operand with keys as columns; `+ keys_step(k)`: dimensions 16 k and up as depth. */
+/* A tile as operand with dimensions as depth; `+ keys_step(k)`: dimensions 16 k and up. */
 template <class S> __device__ __forceinline__ uint64_t keys_operand(uint32_t tile)
 {
     return matrix_descriptor(tile, 16, S::EIGHT_BYTES);
@@ -56,22 +57,37 @@ template <class S> struct place {
     {
         return warp * 8 * S::R + 8 * i + g;
     }
-    /* Where logits of row i and keys 16 q .. 16 q + 15 of a tile lie in a slot. */
-    __device__ __forceinline__ uint32_t slot_cell(int i, int q) const
-    {
-        return ((i * 4 + q) * GROUP_THREADS + thread) * 16;
-    }
 };
 
-/* Logits of one unit: how a dot product becomes octaves, and what each row sees. */
-template <class S> struct logit_rule {
-    float to_octaves;   /* scale * log2(e) */
-    float cap;          /* soft cap in octaves; 0: none */
-    float inner;        /* 2 log2(e) scale / soft cap */
-    int last_key[S::R]; /* that this thread's rows see; padding rows see all */
-    int open_keys;      /* keys below this are visible to every row */
+/* Where the logits of a row begin in a slot, and what its keys are permuted with: float32
+ * [ROWS][TILE], permuted so that neither pass A's order (eight rows by four pairs of keys at a
+ * time) nor pass B's (four rows by eight keys) meets a bank twice. */
+__device__ __forceinline__ uint32_t slot_row(int row)
+{
+    return row * TILE * 4;
+}
+__device__ __forceinline__ int slot_permutation(int row)
+{
+    return ((row >> 1 & 3) ^ (row & 1) << 1) * 8;
+}
 
-    __device__ __forceinline__ logit_rule(const job &work, const place<S> &at)
+/* The last key that a row of the unit sees; rows past the end see all. */
+__device__ __forceinline__ int last_key_of(const job &work, uint32_t row)
+{
+    const dkv_cu_block &block = work.block;
+    return static_cast<int>(row < block.group * block.window
+                                ? block.n_valid - block.window + row % block.window
+                                : block.n_valid);
+}
+
+/* Logits of one unit: how a dot product becomes octaves. */
+struct logit_rule {
+    float to_octaves; /* scale * log2(e) */
+    float cap;        /* soft cap in octaves; 0: none */
+    float inner;      /* 2 log2(e) scale / soft cap */
+    int open_keys;    /* keys below this are visible to every row */
+
+    __device__ __forceinline__ explicit logit_rule(const job &work)
     {
         const dkv_cu_block &block = work.block;
         const float log2e = 1.4426950408889634f;
@@ -80,43 +96,25 @@ template <class S> struct logit_rule {
         cap = block.softcap * log2e;
         inner = block.softcap != 0.0f ? 2.0f * log2e * scale / block.softcap : 0.0f;
         open_keys = static_cast<int>(block.n_valid - block.window) + 1;
-        const uint32_t rows = block.group * block.window;
-#pragma unroll
-        for (int i = 0; i < S::R; i++) {
-            const uint32_t row = work.item.row_group * S::ROWS + at.row(i);
-            last_key[i] = static_cast<int>(row < rows ? open_keys - 1 + row % block.window
-                                                      : block.n_valid);
-        }
     }
 
-    /* Dot products of `columns` times 8 keys from first_key on become logits, -inf where a row does
-     * not see the key. Pass B calls this again for tiles that were not kept: same order, same
-     * bits. */
-    template <int columns>
-    __device__ __forceinline__ void apply(float (&z)[columns][4], int first_key, int t) const
+    /* Pass B calls this again for tiles that were not kept. */
+    template <int columns, int per_column>
+    __device__ __forceinline__ void apply(float (&z)[columns][4]) const
     {
         if (cap == 0.0f) {
 #pragma unroll
             for (int j = 0; j < columns; j++)
 #pragma unroll
-                for (int c = 0; c < 2 * S::R; c++)
+                for (int c = 0; c < per_column; c++)
                     z[j][c] *= to_octaves;
         } else {
 #pragma unroll
             for (int j = 0; j < columns; j++)
 #pragma unroll
-                for (int c = 0; c < 2 * S::R; c++) /* cap * tanh() */
+                for (int c = 0; c < per_column; c++) /* cap * tanh() */
                     z[j][c] = fmaf(-2.0f * cap, rcp_fast(exp2_fast(z[j][c] * inner) + 1.0f), cap);
         }
-        if (first_key + 8 * columns <= open_keys)
-            return;
-#pragma unroll
-        for (int j = 0; j < columns; j++)
-#pragma unroll
-            for (int c = 0; c < 2 * S::R; c++) {
-                if (first_key + 8 * j + 2 * t + (c & 1) > last_key[c >> 1])
-                    z[j][c] = -INFINITY;
-            }
     }
 };
 
@@ -127,37 +125,14 @@ template <class S> __device__ __forceinline__ uint32_t load_query_word(const uns
     return S::FP8 ? __ldcg(word) : __ldg(word);
 }
 
-/* The query rows as operand of wgmma: `steps` times 16 dimensions from 16 * first on. */
-template <class S, int steps>
-__device__ __forceinline__ void load_query(const job &work, const place<S> &at, int first,
-                                           uint32_t (&q)[steps][4])
+/* The query row of the row group, or NULL past the end. */
+__device__ __forceinline__ const unsigned char *query_row(const job &work, uint32_t row)
 {
     const dkv_cu_block &block = work.block;
-    const uint32_t rows = block.group * block.window;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const uint32_t row = work.item.row_group * S::ROWS + at.row(i);
-        const bool exists = i < S::R && row < rows;
-        const unsigned char *from = work.unit.q + (row / block.window) * block.q_head_stride +
-                                    (row % block.window) * block.q_row_stride + 32 * first +
-                                    4 * at.t;
-#pragma unroll
-        for (int k = 0; k < steps; k++)
-#pragma unroll
-            for (int half = 0; half < 2; half++)
-                q[k][2 * half + i] = exists ? load_query_word<S>(from + 32 * k + 16 * half) : 0;
-    }
-}
-
-/* Starts the dot products of those dimensions of the rows with 8 * `columns` keys. */
-template <class S, int columns, int steps>
-__device__ __forceinline__ void start_dots(float (&z)[columns][4], const uint32_t (&q)[steps][4],
-                                           uint32_t k_tile, int first)
-{
-    const uint64_t keys = keys_operand<S>(k_tile + first / 4 * 1024);
-#pragma unroll
-    for (int k = 0; k < steps; k++)
-        warpgroup_mma<typename S::type, 0>(z, q[k], keys + keys_step(first % 4 + k), first + k > 0);
+    if (row >= block.group * block.window)
+        return nullptr;
+    return work.unit.q + (row / block.window) * block.q_head_stride +
+           (row % block.window) * block.q_row_stride;
 }
 
 /* The tiles that a pass reads, as two adjacent halves each. */

@@ -9,6 +9,7 @@
  * rows. The groups of a chunk follow each other on the same thread block, which adds up scores. */
 struct dkv_fast_item {
     uint32_t unit;    /* index in the wave */
+    uint32_t block;   /* the unit's */
     uint32_t counter; /* index of this unit's and row group's counters */
     uint32_t chunk_keys;
     uint16_t chunk;
@@ -27,7 +28,7 @@ struct dkv_fast_args {
     const struct dkv_cu_unit *units;
     const struct dkv_fast_item *items; /* [turns][gridDim.x] */
     struct dkv_fast_counters *counters;
-    unsigned char *ring; /* [JOBS][gridDim.x] partials */
+    unsigned char *ring; /* [TURNS][gridDim.x] partials */
     uint32_t turns;
 };
 

@@ -1,5 +1,5 @@
-/* The instructions that the fast kernels are made of, one thin function each: tensor core products,
- * matrix loads, mbarriers, asynchronous copies, named barriers and the release/acquire
+/* The instructions that the fast kernels are made of, one thin function each: shared
+ * memory, mbarriers, asynchronous copies, named barriers and the release/acquire
  * pair that thread blocks exchange partial results with. */
 #ifndef DKV_KERNELS_CUDA_FAST_PTX_CUH
 #define DKV_KERNELS_CUDA_FAST_PTX_CUH
@@ -62,198 +62,10 @@ template <> __device__ __forceinline__ float2 unpack<fp16_type>(uint32_t pair)
     return __half22float2(h);
 }
 
-/* c += a * b for a 16 x 16 by 16 x 8 product. With g = lane / 4 and t = lane % 4 a thread holds
- *   a[0] (g, 2t..)  a[1] (g + 8, 2t..)  a[2] (g, 2t + 8..)  a[3] (g + 8, 2t + 8..)
- *   b0 (2t.., g)    b1 (2t + 8.., g)
- *   c[0] (g, 2t)    c[1] (g, 2t + 1)    c[2] (g + 8, 2t)    c[3] (g + 8, 2t + 1) */
-template <class type>
-__device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                    uint32_t a3, uint32_t b0, uint32_t b1);
-template <>
-__device__ __forceinline__ void mma<bf16_type>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                               uint32_t a3, uint32_t b0, uint32_t b1)
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, "
-        "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-template <>
-__device__ __forceinline__ void mma<fp16_type>(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                               uint32_t a3, uint32_t b0, uint32_t b1)
-{
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, "
-        "{%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-template <class type>
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
-{
-    mma<type>(c, a[0], a[1], a[2], a[3], b0, b1);
-}
-
-/* c += a * b for a warpgroup: 64 rows by 8 * `columns` columns, 16 deep. a in registers, as for
- * mma() with 16 rows a warp; b in shared memory behind a descriptor; c as for mma(), per 8 columns.
- * Asynchronous: between issue and warpgroup_wait() nothing may touch c or a. `adds` 0: c = a * b.
- */
-template <class type, int transposed, int columns>
-__device__ __forceinline__ void warpgroup_mma(float (&c)[columns][4], const uint32_t (&a)[4],
-                                              uint64_t b, int adds)
-{
-    constexpr bool half = std::is_same<type, fp16_type>::value;
-    if constexpr (columns == 4) {
-        if constexpr (half)
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-                         "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-                         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                         "{%16, %17, %18, %19}, %20, p, 1, 1, %22;\n}"
-                         : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]),
-                           "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]),
-                           "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
-                           "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3])
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds),
-                           "n"(transposed));
-        if constexpr (!half)
-            asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-                         "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-                         "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-                         "{%16, %17, %18, %19}, %20, p, 1, 1, %22;\n}"
-                         : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]),
-                           "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]),
-                           "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]),
-                           "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), "+f"(c[3][3])
-                         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds),
-                           "n"(transposed));
-    } else if constexpr (columns == 8) {
-        if constexpr (half)
-            asm volatile(
-                "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-                "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
-                : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]),
-                  "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]),
-                  "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]),
-                  "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]),
-                  "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]),
-                  "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),
-                  "+f"(c[7][2]), "+f"(c[7][3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds), "n"(transposed));
-        if constexpr (!half)
-            asm volatile(
-                "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
-                "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-                "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-                "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"
-                : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]),
-                  "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]),
-                  "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]),
-                  "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]),
-                  "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]),
-                  "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),
-                  "+f"(c[7][2]), "+f"(c[7][3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds), "n"(transposed));
-    } else if constexpr (columns == 16) {
-        if constexpr (half)
-            asm volatile(
-                "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-                "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-                "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-                "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"
-                : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]),
-                  "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]),
-                  "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]),
-                  "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]),
-                  "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]),
-                  "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),
-                  "+f"(c[7][2]), "+f"(c[7][3]), "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]),
-                  "+f"(c[8][3]), "+f"(c[9][0]), "+f"(c[9][1]), "+f"(c[9][2]), "+f"(c[9][3]),
-                  "+f"(c[10][0]), "+f"(c[10][1]), "+f"(c[10][2]), "+f"(c[10][3]), "+f"(c[11][0]),
-                  "+f"(c[11][1]), "+f"(c[11][2]), "+f"(c[11][3]), "+f"(c[12][0]), "+f"(c[12][1]),
-                  "+f"(c[12][2]), "+f"(c[12][3]), "+f"(c[13][0]), "+f"(c[13][1]), "+f"(c[13][2]),
-                  "+f"(c[13][3]), "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]),
-                  "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), "+f"(c[15][3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds), "n"(transposed));
-        if constexpr (!half)
-            asm volatile(
-                "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"
-                "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-                "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-                "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-                "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-                "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-                "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"
-                : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]),
-                  "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]),
-                  "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]),
-                  "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]),
-                  "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]),
-                  "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),
-                  "+f"(c[7][2]), "+f"(c[7][3]), "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]),
-                  "+f"(c[8][3]), "+f"(c[9][0]), "+f"(c[9][1]), "+f"(c[9][2]), "+f"(c[9][3]),
-                  "+f"(c[10][0]), "+f"(c[10][1]), "+f"(c[10][2]), "+f"(c[10][3]), "+f"(c[11][0]),
-                  "+f"(c[11][1]), "+f"(c[11][2]), "+f"(c[11][3]), "+f"(c[12][0]), "+f"(c[12][1]),
-                  "+f"(c[12][2]), "+f"(c[12][3]), "+f"(c[13][0]), "+f"(c[13][1]), "+f"(c[13][2]),
-                  "+f"(c[13][3]), "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]),
-                  "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), "+f"(c[15][3])
-                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds), "n"(transposed));
-    }
-}
-
-/* Register and shared memory accesses before it come before the wgmmas after it. */
-__device__ __forceinline__ void warpgroup_fence(void)
-{
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void warpgroup_commit(void)
-{
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-template <int pending> __device__ __forceinline__ void warpgroup_wait(void)
-{
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending) : "memory");
-}
-
-/* Keeps the compiler from moving uses of c across this point. */
-template <int columns> __device__ __forceinline__ void hold(float (&c)[columns][4])
-{
-#pragma unroll
-    for (int j = 0; j < columns; j++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            asm volatile("" : "+f"(c[j][i])::"memory");
-}
-
-/* Descriptor of a matrix in shared memory with 128-byte rows permuted by row mod 8: `lead` and
- * `stride` are the bytes between its blocks (see fast_place.cuh). */
-__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t lead,
-                                                      uint32_t stride)
-{
-    return static_cast<uint64_t>(address >> 4 & 0x3fff) | static_cast<uint64_t>(lead >> 4) << 16 |
-           static_cast<uint64_t>(stride >> 4) << 32 | 1ull << 62;
-}
-
 /* What generic writes left in shared memory, this thread having seen them, is there for wgmma. */
 __device__ __forceinline__ void fence_async_proxy(void)
 {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-/* Four 8 x 8 matrices of 16-bit elements; lane 8i + r names row r of matrix i. */
-__device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t address)
-{
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(address));
 }
 
 __device__ __forceinline__ uint32_t load_shared(uint32_t address)
@@ -270,14 +82,22 @@ __device__ __forceinline__ void store_shared(uint32_t address, float a, float b,
                  : "memory");
 }
 
-__device__ __forceinline__ float4 load_shared4(uint32_t address)
+__device__ __forceinline__ float load_shared_float(uint32_t address)
 {
-    float4 v;
-    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
-                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+    return __uint_as_float(load_shared(address));
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, float a, float b)
+{
+    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
+
+__device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&words)[4])
+{
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
                  : "r"(address)
                  : "memory");
-    return v;
 }
 
 /* mbarriers, by shared address. */
@@ -289,6 +109,13 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+/* Arrives, and adds bytes that copies will bring before the phase ends. */
+__device__ __forceinline__ void mbarrier_arrive_expecting(uint32_t barrier, uint32_t bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                 : "memory");
 }
 
 /* Arrives when all copies that this thread has started so far are done. */
@@ -353,6 +180,26 @@ __device__ __forceinline__ void copy_16(uint32_t to, const void *from, bool exis
                  : "memory");
 }
 
+/* Copies a multiple of 16 bytes from global to shared memory, counted by the barrier; from what
+ * this thread has seen of global memory. */
+__device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_t bytes,
+                                          uint32_t barrier)
+{
+    asm volatile("fence.proxy.async;\n"
+                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+/* 4 bytes from global to shared memory, or zeros if there is nothing to read. */
+__device__ __forceinline__ void copy_4(uint32_t to, const void *from, bool exists)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
+                 "r"(exists ? 4 : 0)
+                 : "memory");
+}
+
 /* x, by a way that the compiler does not see through: what is computed from it is computed here,
  * not kept in registers from a loop's start. */
 __device__ __forceinline__ int here(int x)
@@ -382,12 +229,13 @@ __device__ __forceinline__ void group_barrier(int id)
     asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
 }
 
-/* Counters between thread blocks: add() publishes what this thread (and, through a barrier before
- * it, its thread block) wrote; wait_for() makes it visible. */
-__device__ __forceinline__ void counter_add(unsigned *counter)
+/* Counters between thread blocks: publish() makes known what this thread (and, through a barrier
+ * before it, its thread block) wrote; wait() makes it visible. */
+__device__ __forceinline__ void counter_publish(unsigned *counter)
 {
-    __threadfence();
-    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+    asm volatile("fence.acq_rel.gpu;\n"
+                 "red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter)
+                 : "memory");
 }
 
 __device__ __forceinline__ void counter_wait(const unsigned *counter, unsigned target)

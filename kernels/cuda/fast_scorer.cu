@@ -22,7 +22,7 @@ struct variant {
     uint32_t rows_per_thread;
     const void *kernel;
     size_t shared_bytes;
-    size_t partial_bytes;
+    size_t ring_bytes; /* of one thread block */
     size_t unit_bytes;
 };
 
@@ -37,13 +37,12 @@ variant make_variant(uint32_t dtype)
             rows_per_thread,
             reinterpret_cast<const void *>(dkv_fast::score<S>),
             sizeof(dkv_fast::shared_memory<S>),
-            S::PARTIAL_BYTES,
+            S::TURNS * S::PARTIAL_BYTES,
             sizeof(dkv_fast::merged<S>) + (fp8 ? S::ROWS * S::ROW_BYTES : 0)};
 }
 
 const variant variants[] = {
     make_variant<dkv_fast::bf16_type, 128, 1>(DKV_BF16),
-#ifndef DKV_ONE
     make_variant<dkv_fast::bf16_type, 128, 2>(DKV_BF16),
     make_variant<dkv_fast::fp16_type, 128, 1>(DKV_FP16),
     make_variant<dkv_fast::fp16_type, 128, 2>(DKV_FP16),
@@ -55,7 +54,6 @@ const variant variants[] = {
     make_variant<dkv_fast::fp16_type, 128, 2, true>(DKV_F8_E4M3),
     make_variant<dkv_fast::fp16_type, 64, 1, true>(DKV_F8_E4M3),
     make_variant<dkv_fast::fp16_type, 64, 2, true>(DKV_F8_E4M3),
-#endif
 };
 constexpr uint32_t N_VARIANTS = sizeof(variants) / sizeof(variants[0]);
 
@@ -87,7 +85,9 @@ uint32_t row_groups(const struct dkv_cu_block *block)
 
 uint32_t grid_of(const struct dkv_cu_device *device)
 {
-    return static_cast<uint32_t>(device->multiprocessors);
+    return static_cast<uint32_t>(device->multiprocessors) < WIDTH
+               ? static_cast<uint32_t>(device->multiprocessors)
+               : WIDTH;
 }
 
 /* Keys per chunk: a multiple of the tile. */
@@ -114,7 +114,6 @@ uint32_t make_turns(const struct dkv_cu_device *device, const struct dkv_cu_wave
                     uint32_t *counter)
 {
     const uint32_t grid = grid_of(device);
-    const uint32_t width = grid < WIDTH ? grid : WIDTH;
     uint32_t turn = 0;
     uint32_t groups = 0; /* turns from `turn` on that are being filled */
     uint32_t column = 0;
@@ -122,7 +121,7 @@ uint32_t make_turns(const struct dkv_cu_device *device, const struct dkv_cu_wave
         const struct dkv_cu_block *block = &wave->blocks_host[wave->units_host[u].block];
         if (find_variant(block) != which)
             continue;
-        const uint32_t keys = chunk_keys(block->n_valid, width);
+        const uint32_t keys = chunk_keys(block->n_valid, grid);
         const uint32_t chunks = (block->n_valid + keys - 1) / keys;
         if (groups != row_groups(block) || column + chunks > grid) {
             turn += groups;
@@ -132,7 +131,9 @@ uint32_t make_turns(const struct dkv_cu_device *device, const struct dkv_cu_wave
         for (uint32_t g = 0; g < groups; g++, (*counter)++) {
             for (uint32_t c = 0; items && c < chunks; c++)
                 items[(turn + g) * grid + column + c] = {
-                    u, *counter, keys, static_cast<uint16_t>(c), static_cast<uint16_t>(chunks), g};
+                    u,    wave->units_host[u].block, *counter,
+                    keys, static_cast<uint16_t>(c),  static_cast<uint16_t>(chunks),
+                    g};
         }
         column += chunks;
     }
@@ -196,8 +197,8 @@ size_t fast_shared_bytes(const struct dkv_cu_device *device)
 {
     size_t largest = 0;
     for (const variant &v : variants)
-        largest = v.partial_bytes > largest ? v.partial_bytes : largest;
-    return device->major != 9 ? 0 : dkv_fast::JOBS * grid_of(device) * largest;
+        largest = v.ring_bytes > largest ? v.ring_bytes : largest;
+    return device->major != 9 ? 0 : grid_of(device) * largest;
 }
 
 size_t fast_extra_bytes(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,

@@ -10,21 +10,25 @@
  *   merge                       item s            item s + 1
  *   pass B                        .. item s         .. item s + 1
  *
- * Warps, in groups of four: one group runs pass A, one pass B, one fetches, one merges. Keys come
+ * Warps, in groups of four: one group runs pass A, one pass B, one merges, one fetches. Keys come
  * in tiles of 64, a tile as two halves.
  *
  *   rows of a unit   rows a thread   logits kept of a chunk's tiles
- *   up to 32         1               8 (all, up to 64K keys)
+ *   up to 32         1               12 (all, up to 96K keys)
  *   up to 64         2               4
  *
- * More rows are scored in groups of 64, one turn after the other. Tiles whose logits are not kept
- * are computed again from K, in the same order, so that the bits are the same.
+ * More rows are scored in groups of 64, one turn after the other. The last tiles' logits are kept,
+ * so that pass A does not wait for room at the start of an item; pass B begins with them. The
+ * others are computed again from K.
  *
- * All products are wgmma with the rows in registers as the 64-row operand and a tile in shared
+ * Pass A's products are wgmma with the rows in registers as the 64-row operand and a tile in shared
  * memory as the other. With g = lane / 4, t = lane % 4 and warp w of a group, a thread sees 16 w +
  * g and 16 w + g + 8 of those 64 rows, and of every 8 columns (keys or dimensions) 2t and 2t + 1.
  * With 64 rows both are rows of the unit. With 32 the second one carries the low half of the first
- * one's operand where that is split in hi + lo (weights, outputs), else nothing.
+ * one's weights, which are split in hi + lo, else nothing.
+ *
+ * Pass B's have the 64 keys of a tile as that operand and 32 rows as the other, both in shared
+ * memory: a warp has 16 keys to itself, and needs no other warp to sum over rows.
  */
 #ifndef DKV_KERNELS_CUDA_FAST_SHAPE_CUH
 #define DKV_KERNELS_CUDA_FAST_SHAPE_CUH
@@ -33,7 +37,7 @@
 
 #include "kernels/cuda/device.cuh"
 #include "kernels/cuda/fast_plan.h"
-#include "kernels/cuda/fast_ptx.cuh"
+#include "kernels/cuda/fast_wgmma.cuh"
 
 namespace dkv_fast
 {
@@ -45,11 +49,10 @@ constexpr int THREADS = 4 * GROUP_THREADS;
 constexpr int WARPS = THREADS / 32;
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS;
 
-constexpr int BARRIER_A = 1; /* named barriers */
-constexpr int BARRIER_B = 2;
-constexpr int BARRIER_MERGE = 3;
+constexpr int BARRIER_MERGE = 1; /* named barrier */
 
-constexpr int JOBS = 5; /* items whose descriptors are at hand */
+constexpr int BLOCK_ROWS = 32; /* rows that pass B takes together */
+constexpr int JOBS = 4;        /* items whose descriptors are at hand */
 
 /* Top or base of a row whose sums have no key yet, see fast_pass_a.cuh. */
 constexpr float NO_KEY = -1e30f;
@@ -73,22 +76,25 @@ template <class element, int head_dim, int rows_per_thread, bool fp8 = false> st
     static constexpr int EIGHT_BYTES = 8 * ROW_BYTES;       /* eight keys, see fast_place.cuh */
     static constexpr int HALF_BYTES = HALF * ROW_BYTES;
     static constexpr int SLOT_BYTES = ROWS * TILE * 4;
-    static constexpr int SLOTS = rows_per_thread == 1 ? 13 : 6;
-    static constexpr int KEPT_TILES = rows_per_thread == 1 ? 8 : 4;
-    static constexpr int A_HALVES = 8 * 128 / head_dim;
-    static constexpr int B_HALVES = 6 * 128 / head_dim;
+    static constexpr int OPERAND_BYTES = ROWS * ROW_BYTES;
+    static constexpr int SLOTS = rows_per_thread == 1 ? 14 : 5;
+    static constexpr int KEPT_TILES = rows_per_thread == 1 ? 12 : 4;
+    static constexpr int A_HALVES = 6 * 128 / head_dim;
+    static constexpr int B_HALVES = 4 * 128 / head_dim;
 
-    /* Registers of a thread by role; together four times those at launch. Converting fp8 takes
-     * some of what 16-bit tiles leave to others. */
-    static constexpr int A_REGISTERS = rows_per_thread == 1 ? 184 : 208;
-    static constexpr int B_REGISTERS = rows_per_thread == 1 ? (fp8 ? 168 : 176) : (fp8 ? 184 : 192);
-    static constexpr int FETCH_REGISTERS = fp8 ? 56 : 40;
-    static constexpr int MERGE_REGISTERS = rows_per_thread == 1 ? (fp8 ? 104 : 112)
-                                                                : (fp8 ? 64 : 72);
+    /* Registers of a thread by role; together what the thread block has at launch. Converting fp8
+     * takes some of what 16-bit tiles leave to others. */
+    static constexpr int A_REGISTERS = rows_per_thread == 1 ? 192 : 208;
+    static constexpr int B_REGISTERS = 152;
+    static constexpr int FETCH_REGISTERS = 56;
+    static constexpr int MERGE_REGISTERS = 4 * LAUNCH_REGISTERS - A_REGISTERS - B_REGISTERS -
+                                           FETCH_REGISTERS;
+    static constexpr int MERGE_AHEAD = rows_per_thread == 1 ? 8 : 4; /* partials in flight */
 
-    /* A chunk's partial result in the ring: partial_head [ROWS], keys [ROWS], bases [ROWS], then
-     * the output, float32 [ROWS][DIM]. */
+    /* A chunk's partial result in the ring: partial_head [ROWS], then the output, float32
+     * [ROWS][DIM]. The ring has as many turns as fit into the size of two partials of 32 rows. */
     static constexpr int PARTIAL_BYTES = ROWS * 16 + ROWS * head_dim * 4;
+    static constexpr int TURNS = 2 / rows_per_thread;
 
     /* fp16 weights are scaled by 2^10: the smallest that matter stay normal numbers. */
     static constexpr float WEIGHT_SHIFT = std::is_same<element, fp16_type>::value ? 10.0f : 0.0f;
@@ -96,20 +102,25 @@ template <class element, int head_dim, int rows_per_thread, bool fp8 = false> st
 };
 
 /* One row of a partial. Weights are 2^(logit - base). The top key is in the sums only if it
- * `joined`, which the sum's sign bit says: clear. Then base = top and its weight is 1; else the
- * base is stored apart. */
-struct partial_head {
+ * `joined`, which the sum's sign bit says: clear. Then base = top and its weight is 1. */
+struct __align__(16) partial_head
+{
     float top; /* the top key's logit in octaves; NO_KEY: no visible key */
+    float base;
     float sum;
+    int key; /* the top key */
 };
 
-/* What the merge leaves in unit.work for pass B. */
+/* What the merge leaves in unit.work for pass B, whose thread blocks copy it whole. Sums over a row
+ * come in parts of 32 dimensions. */
 template <class S> struct merged {
-    float output[S::ROWS][S::DIM]; /* a_t */
-    float lse[S::ROWS];            /* log2 of the softmax's denominator; +inf: no such row */
-    int top[S::ROWS];              /* the key that `top_distance` belongs to, -1: none */
-    float top_weight[S::ROWS];     /* its p^2, with the range factor */
-    float top_distance[S::ROWS][S::DIM / 32]; /* |b - v|^2 of that key, by parts of 32 dimensions */
+    /* a_t as the sum of two elements, as operands of wgmma: of each 32 rows hi, then lo. */
+    unsigned char a[S::ROWS / BLOCK_ROWS][2 * BLOCK_ROWS * S::ROW_BYTES];
+    float norm[S::ROWS][S::DIM / 32];         /* |hi + lo|^2 */
+    float lse[S::ROWS];                       /* log2 of the softmax's denominator; +inf: no row */
+    int top[S::ROWS];                         /* a key whose term is known, -1: none */
+    float top_weight[S::ROWS];                /* its p^2, with the range factor */
+    float top_distance[S::ROWS][S::DIM / 32]; /* |b - v|^2 of that key */
 };
 
 /* One item's descriptors, copied whole. */
@@ -122,8 +133,6 @@ struct job {
 /* One thread's part of merging the partials of a range of chunks: four dimensions of a row. */
 struct merge_state {
     partial_head head;
-    float base;
-    int chunk; /* whose top key it is */
     float4 output;
 };
 
@@ -131,8 +140,8 @@ template <class S> struct shared_memory {
     unsigned char a_halves[S::A_HALVES][S::HALF_BYTES];
     unsigned char b_halves[S::B_HALVES][S::HALF_BYTES];
     unsigned char slots[S::SLOTS][S::SLOT_BYTES]; /* logits */
-    float squares[2][TILE];                       /* |v|^2 */
-    float row_sums[2][4][TILE];
+    unsigned char query[S::OPERAND_BYTES]; /* for pass B, if there are tiles that are not kept */
+    merged<S> rows;
     merge_state merge[GROUP_THREADS / 2];
     job jobs[JOBS];
     unsigned long long a_full[S::A_HALVES];
@@ -142,7 +151,28 @@ template <class S> struct shared_memory {
     unsigned long long slot_empty[S::SLOTS];
     unsigned long long job_full[JOBS];
     unsigned long long job_empty[JOBS];
+    unsigned long long partial_full[S::TURNS];  /* pass A has stored it */
+    unsigned long long partial_empty[S::TURNS]; /* nobody reads it any more */
+    unsigned long long rows_full;               /* and the query */
+    unsigned long long rows_empty;
 };
+
+template <class S>
+__device__ __forceinline__ const job &job_wait(shared_memory<S> &shared, uint32_t turn)
+{
+    const uint32_t slot = turn % JOBS;
+    mbarrier_wait(shared_address(&shared.job_full[slot]), turn / JOBS & 1);
+    return shared.jobs[slot];
+}
+
+/* This warp is done with a turn. */
+template <class S>
+__device__ __forceinline__ void job_release(shared_memory<S> &shared, uint32_t turn, int lane)
+{
+    __syncwarp();
+    if (lane == 0)
+        mbarrier_arrive(shared_address(&shared.job_empty[turn % JOBS]));
+}
 
 /* A position in a ring of `size` buffers and the parity of its current phase. */
 template <int size> struct ring {
@@ -169,6 +199,12 @@ __device__ __forceinline__ int item_tiles(const job &job)
     const uint32_t first = item_first_key(job.item);
     const uint32_t end = min(first + job.item.chunk_keys, job.block.n_valid);
     return static_cast<int>(end - first + TILE - 1) / TILE;
+}
+
+/* Tiles before this one of an item are not kept. */
+template <class S> __device__ __forceinline__ int first_kept_tile(int tiles)
+{
+    return max(tiles - S::KEPT_TILES, 0);
 }
 
 } // namespace dkv_fast

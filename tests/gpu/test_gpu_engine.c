@@ -281,6 +281,35 @@ static void blocks_of_up_to_two_million_tokens(void **state)
     a_long_block(DKV_TOKENS_MAX);
 }
 
+/* Long enough for the fast scorer to compute some logits twice, and run often enough for thread
+ * blocks to meet in many orders: none may show, nor may one of them wait for ever. */
+static void a_long_block_gives_the_same_bits_every_time(void **state)
+{
+    (void)state;
+    struct fixture f;
+    make(&f, llama(131072), "8", 31);
+    lay_out(&f, &on_device);
+    run(&f.item, 1);
+    assert_right(&f);
+    const size_t n_scores = 2 * f.dense.block.n_tokens * sizeof(float);
+    const size_t n_keep = 2 * f.laid.plan.keep_tokens * sizeof(int32_t);
+    float *scores = malloc(n_scores), *first_scores = f.item.scores_out;
+    int32_t *keep = malloc(n_keep);
+    memcpy(scores, f.item.scores_out, n_scores);
+    memcpy(keep, f.item.keep_out, n_keep);
+    for (int i = 0; i < 1000; i++) {
+        f.item.scores_out = i % 50 == 0 ? first_scores : NULL; /* copying them takes longest */
+        run(&f.item, 1);
+        assert_memory_equal(keep, f.item.keep_out, n_keep);
+        if (f.item.scores_out != NULL)
+            assert_memory_equal(scores, f.item.scores_out, n_scores);
+    }
+    f.item.scores_out = first_scores;
+    free(scores);
+    free(keep);
+    drop(&f);
+}
+
 static void among_equals_the_lower_index_is_kept(void **state)
 {
     (void)state;
@@ -447,6 +476,7 @@ int main(void)
         cmocka_unit_test(a_bad_block_leaves_its_neighbours_answered),
         cmocka_unit_test(five_hundred_and_twelve_rows_of_512),
         cmocka_unit_test(blocks_of_up_to_two_million_tokens),
+        cmocka_unit_test(a_long_block_gives_the_same_bits_every_time),
         cmocka_unit_test(among_equals_the_lower_index_is_kept),
         cmocka_unit_test(the_last_tokens_of_any_length_are_candidates),
         cmocka_unit_test(one_token),

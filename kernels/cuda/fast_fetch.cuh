@@ -1,0 +1,317 @@
+/* The fetching warps: what brings descriptors, tiles, queries and merged rows into shared memory.
+ *
+ * K and V of pass A have a warp each, which take turns at the places of one ring of half tiles; so
+ * a place's next tile comes from the other warp, and pass A must give places back in the order in
+ * which they were filled (fast_pass_a.cuh). Pass B's ring and the descriptors have a warp each.
+ */
+#ifndef DKV_KERNELS_CUDA_FAST_FETCH_CUH
+#define DKV_KERNELS_CUDA_FAST_FETCH_CUH
+
+#include "kernels/cuda/fast_fp8.cuh"
+
+namespace dkv_fast
+{
+
+/* Keys or values of an item, as a fetching warp sees them. */
+template <class S, bool keys> struct tile_source {
+    static constexpr int COLUMNS = S::STORED_BYTES < 128 ? 4 : 8; /* of 16 bytes, side by side */
+    static constexpr int ROWS = 32 / COLUMNS;                     /* at once */
+    static constexpr int BLOCKS = S::STORED_BYTES / 16 / COLUMNS;
+    static constexpr int PERIOD = 8 / ROWS; /* rounds after which rows are permuted alike again */
+    static constexpr int EIGHT_BYTES = S::FP8 ? S::EIGHT_BYTES / 2 : S::EIGHT_BYTES;
+
+    const unsigned char *dense; /* the lane's place in the first rows, if they are adjacent */
+    int dense_halves;           /* which are, and within the unit */
+    const unsigned char *ahead; /* the lane's row of half `ahead_of`, whose table entry is loaded
+                                 * while nobody waits for it */
+    int ahead_of = -1;
+
+    static __device__ __forceinline__ const dkv_cu_rows &rows_of(const job &work)
+    {
+        return keys ? work.block.k : work.block.v;
+    }
+
+    __device__ __forceinline__ tile_source(const job &work, int lane)
+    {
+        const dkv_cu_rows &rows = rows_of(work);
+        const uint32_t first = item_first_key(work.item);
+        dense = (keys ? work.unit.k : work.unit.v) +
+                (work.block.valid_from + first + lane / COLUMNS) *
+                    static_cast<size_t>(S::STORED_BYTES) +
+                16 * (lane % COLUMNS);
+        dense_halves = rows.token_stride == S::STORED_BYTES && rows.page_tokens == 0
+                           ? static_cast<int>(work.block.n_valid - first) / HALF
+                           : 0;
+    }
+
+    static __device__ __forceinline__ const unsigned char *row_of_half(const job &work,
+                                                                       int half_index, int lane)
+    {
+        unsigned long long *bad = keys ? &work.unit.report->bad_k_entry
+                                       : &work.unit.report->bad_v_entry;
+        const uint32_t key = min(item_first_key(work.item) + half_index * HALF + lane,
+                                 work.block.n_valid - 1);
+        return dkv_cu_row(rows_of(work), keys ? work.unit.k : work.unit.v,
+                          work.block.valid_from + key, bad);
+    }
+
+    /* Starts the copies of 32 rows, 16 bytes a lane. Rows past the unit's end repeat the last key:
+     * finite numbers that nobody looks at. A row behind a bad page table entry is zeros; the entry
+     * is reported and the unit's result void. */
+    __device__ __forceinline__ void copy_half(const job &work, int half_index, uint32_t half,
+                                              uint64_t policy, int lane_of_warp)
+    {
+        const int lane = here(lane_of_warp);
+        const int row_of = lane / COLUMNS;
+        const int column = lane % COLUMNS;
+        uint32_t to[PERIOD];
+#pragma unroll
+        for (int i = 0; i < PERIOD; i++)
+            to[i] = half + (S::FP8 ? raw_offset<S>(ROWS * i + row_of, column)
+                                   : element_offset<S>(ROWS * i + row_of, column));
+        if (half_index < dense_halves) {
+            const unsigned char *row = dense +
+                                       half_index * static_cast<size_t>(HALF * S::STORED_BYTES);
+#pragma unroll
+            for (int i = 0; i < HALF / ROWS; i++)
+#pragma unroll
+                for (int block = 0; block < BLOCKS; block++)
+                    copy_16(to[i % PERIOD] + i / PERIOD * EIGHT_BYTES + 1024 * block,
+                            row + ROWS * i * S::STORED_BYTES + 128 * block, true, policy);
+            return;
+        }
+        const unsigned char *base = keys ? work.unit.k : work.unit.v;
+        const unsigned char *mine = half_index == ahead_of ? ahead
+                                                           : row_of_half(work, half_index, lane);
+#pragma unroll
+        for (int i = 0; i < HALF / ROWS; i++) {
+            const unsigned char *row = reinterpret_cast<const unsigned char *>(
+                __shfl_sync(~0u, reinterpret_cast<unsigned long long>(mine), ROWS * i + row_of));
+            const bool exists = row != nullptr;
+            row = (exists ? row : base) + 16 * column;
+#pragma unroll
+            for (int block = 0; block < BLOCKS; block++)
+                copy_16(to[i % PERIOD] + i / PERIOD * EIGHT_BYTES + 1024 * block, row + 128 * block,
+                        exists, policy);
+        }
+        ahead_of = half_index + 1;
+        ahead = row_of_half(work, ahead_of, lane);
+    }
+};
+
+/* One warp's part of filling a ring of half tiles: all halves that it copies pass through here. */
+template <class S, int size> struct half_stream {
+    unsigned char (&halves)[size][S::HALF_BYTES];
+    unsigned long long (&full)[size];
+    unsigned long long (&empty)[size];
+    int lane;
+    ring<size> next;
+    /* fp8: halves that are copied but not converted, the oldest in the lowest byte: its place in
+     * the ring, and the top bit for E5M2. Copies of all of them are under way at once. */
+    uint32_t pending = 0;
+    int n_pending = 0;
+
+    __device__ __forceinline__ half_stream(unsigned char (&in)[size][S::HALF_BYTES],
+                                           unsigned long long (&full_of)[size],
+                                           unsigned long long (&empty_of)[size], int of_lane)
+        : halves(in), full(full_of), empty(empty_of), lane(of_lane)
+    {
+    }
+
+    __device__ __forceinline__ void convert_oldest(void)
+    {
+        copies_wait(n_pending - 1);
+        __syncwarp();
+        const int index = pending & 127;
+        convert_half<S>(shared_address(halves[index]), pending & 128, lane);
+        fence_async_proxy();
+        mbarrier_arrive(shared_address(&full[index]));
+        pending >>= 8;
+        n_pending--;
+    }
+
+    /* Converts what there is while the barrier is not there yet: nobody may have to wait for a half
+     * tile that waits for this warp, which waits for the barrier. */
+    __device__ __forceinline__ void convert_until(uint32_t barrier, uint32_t parity)
+    {
+        if constexpr (S::FP8)
+            while (n_pending > 0 && !__all_sync(~0u, mbarrier_test(barrier, parity)))
+                convert_oldest();
+    }
+
+    template <bool keys>
+    __device__ __forceinline__ void fetch(tile_source<S, keys> &from, const job &work,
+                                          int half_index, uint64_t policy)
+    {
+        const uint32_t is_empty = shared_address(&empty[next.index]);
+        if (S::FP8 && n_pending == PENDING_MAX)
+            convert_oldest();
+        convert_until(is_empty, next.parity ^ 1);
+        mbarrier_wait(is_empty, next.parity ^ 1);
+        from.copy_half(work, half_index, shared_address(halves[next.index]), policy, lane);
+        if constexpr (S::FP8) {
+            copies_commit();
+            const uint32_t is_e5m2 = from.rows_of(work).dtype == DKV_F8_E5M2 ? 128 : 0;
+            pending |= (next.index | is_e5m2) << 8 * n_pending;
+            n_pending++;
+        } else {
+            mbarrier_arrive_after_copies(shared_address(&full[next.index]));
+        }
+        next.advance();
+    }
+
+    __device__ __forceinline__ const job &wait_for_job(shared_memory<S> &shared, uint32_t turn)
+    {
+        convert_until(shared_address(&shared.job_full[turn % JOBS]), turn / JOBS & 1);
+        return job_wait(shared, turn);
+    }
+
+    __device__ __forceinline__ void finish(void)
+    {
+        while (S::FP8 && n_pending > 0)
+            convert_oldest();
+    }
+};
+
+/* What pass A reads: K and V of every tile, in turn; one warp for each. K of kept tiles is never
+ * read again. */
+template <class S, bool keys>
+__device__ __forceinline__ void fetch_a(shared_memory<S> &shared, const dkv_fast_args &args,
+                                        int lane)
+{
+    half_stream<S, S::A_HALVES> stream(shared.a_halves, shared.a_full, shared.a_empty, lane);
+    if (!keys)
+        stream.next.advance(2);
+    const uint64_t once = policy_evict_first();
+    const uint64_t again = policy_normal();
+    for (uint32_t turn = 0; turn < args.turns; turn++) {
+        const job &work = stream.wait_for_job(shared, turn);
+        const int tiles = work.item.chunks != 0 ? item_tiles(work) : 0;
+        const int first_kept = first_kept_tile<S>(tiles);
+        tile_source<S, keys> from(work, lane);
+        for (int half = 0; half < 2 * tiles; half++) {
+            stream.fetch(from, work, half, keys && half / 2 >= first_kept ? once : again);
+            if (half % 2 == 1)
+                stream.next.advance(2);
+        }
+        job_release(shared, turn, lane);
+    }
+    stream.finish();
+}
+
+/* What pass B reads, in its order of tiles: K where the logits were not kept, then V. */
+template <class S>
+__device__ __forceinline__ void fetch_b(shared_memory<S> &shared, const dkv_fast_args &args,
+                                        int lane)
+{
+    half_stream<S, S::B_HALVES> stream(shared.b_halves, shared.b_full, shared.b_empty, lane);
+    const uint64_t once = policy_evict_first();
+    for (uint32_t turn = 0; turn < args.turns; turn++) {
+        const job &work = stream.wait_for_job(shared, turn);
+        const int tiles = work.item.chunks != 0 ? item_tiles(work) : 0;
+        const int first_kept = first_kept_tile<S>(tiles);
+        tile_source<S, true> keys(work, lane);
+        tile_source<S, false> values(work, lane);
+        for (int i = 0; i < tiles; i++) {
+            const bool kept = first_kept + i < tiles;
+            const int half = 2 * (kept ? first_kept + i : first_kept + i - tiles);
+            for (int h = 0; !kept && h < 2; h++)
+                stream.fetch(keys, work, half + h, once);
+            for (int h = 0; h < 2; h++)
+                stream.fetch(values, work, half + h, once);
+        }
+        job_release(shared, turn, lane);
+    }
+    stream.finish();
+}
+
+template <class T> __device__ __forceinline__ void copy_words(T &to, const T *from, int lane)
+{
+    static_assert(sizeof(T) % 4 == 0, "descriptors are copied by words");
+    for (uint32_t i = lane; i < sizeof(T) / 4; i += 32)
+        reinterpret_cast<uint32_t *>(&to)[i] = reinterpret_cast<const uint32_t *>(from)[i];
+}
+
+/* Brings the descriptors of a turn. */
+template <class S>
+__device__ __forceinline__ void fetch_job(shared_memory<S> &shared, const dkv_fast_args &args,
+                                          uint32_t turn, int lane)
+{
+    if (turn >= args.turns)
+        return;
+    const uint32_t slot = turn % JOBS;
+    const dkv_fast_item item = args.items[turn * gridDim.x + blockIdx.x];
+    mbarrier_wait(shared_address(&shared.job_empty[slot]), (turn / JOBS & 1) ^ 1);
+    job &to = shared.jobs[slot];
+    if (item.chunks != 0) {
+        copy_words(to.unit, args.units + item.unit, lane);
+        copy_words(to.block, args.blocks + item.block, lane);
+    }
+    if (lane == 0)
+        to.item = item;
+    __syncwarp();
+    if (S::FP8 && item.chunks != 0)
+        convert_query<S>(to, lane);
+    if (lane == 0)
+        mbarrier_arrive(shared_address(&shared.job_full[slot]));
+}
+
+/* Copies the query of an item as operand of pass B. */
+template <class S>
+__device__ __forceinline__ void copy_query(shared_memory<S> &shared, const job &work, int lane)
+{
+    for (int row = 0; row < S::ROWS; row++) {
+        const unsigned char *from = query_row(work, work.item.row_group * S::ROWS + row);
+        for (int word = lane; word < S::DIM / 2; word += 32)
+            copy_4(shared_address(shared.query) + element_offset<S>(row, word / 4) + word % 4 * 4,
+                   (from ? from : work.unit.q) + 4 * word, from != nullptr);
+    }
+}
+
+/* Brings what pass B needs of an item's rows as soon as they are merged. */
+template <class S>
+__device__ __forceinline__ void fetch_rows(shared_memory<S> &shared, const dkv_fast_args &args,
+                                           const job &work, uint32_t empty_parity, int lane)
+{
+    const uint32_t full = shared_address(&shared.rows_full);
+    mbarrier_wait(shared_address(&shared.rows_empty), empty_parity);
+    if (item_tiles(work) > S::KEPT_TILES)
+        copy_query(shared, work, lane);
+    mbarrier_arrive_after_copies(full);
+    if (lane == 0) {
+        counter_wait(&args.counters[work.item.counter].merged, work.item.chunks);
+        mbarrier_arrive_expecting(full, sizeof(shared.rows));
+        copy_bulk(shared_address(&shared.rows),
+                  &reinterpret_cast<const merged<S> *>(work.unit.work)[work.item.row_group],
+                  sizeof(shared.rows), full);
+    }
+    __syncwarp();
+}
+
+/* Keeps descriptors at hand, and feeds pass B with merged rows. */
+template <class S>
+__device__ __forceinline__ void fetch_items(shared_memory<S> &shared, const dkv_fast_args &args,
+                                            int lane)
+{
+    ring<S::TURNS> partials;
+    uint32_t empty_parity = 1;
+    for (uint32_t turn = 0; turn < JOBS - 1; turn++)
+        fetch_job(shared, args, turn, lane);
+    for (uint32_t turn = 0; turn < args.turns; turn++) {
+        const job &work = job_wait(shared, turn);
+        if (work.item.chunks != 0) {
+            fetch_rows(shared, args, work, empty_parity, lane);
+            empty_parity ^= 1;
+            /* The unit is merged: nobody reads this thread block's partial any more. */
+            if (lane == 0)
+                mbarrier_arrive(shared_address(&shared.partial_empty[partials.index]));
+        }
+        partials.advance();
+        job_release(shared, turn, lane);
+        fetch_job(shared, args, turn + JOBS - 1, lane);
+    }
+}
+
+} // namespace dkv_fast
+
+#endif
