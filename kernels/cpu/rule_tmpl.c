@@ -78,11 +78,73 @@ DKV_BLOCK float deviation(const float *row, size_t window, float centre, bool sq
     return total;
 }
 
+/* A window that divides a vector: the lanes of each query head that is in it. */
+static bool divides_lanes(size_t window)
+{
+    return window <= LANES && LANES % window == 0;
+}
+
+/* In every lane the sum of the lanes of its query head. */
+DKV_BLOCK vf sum_heads(vf x, size_t window)
+{
+    if (window > 1)
+        x = v_add(x, v_swap1(x));
+    if (window > 2)
+        x = v_add(x, v_swap2(x));
+#if LANES > 4
+    if (window > 4)
+        x = v_add(x, v_swap4(x));
+#endif
+#if LANES > 8
+    if (window > 8)
+        x = v_add(x, v_swap8(x));
+#endif
+    return x;
+}
+
+/* One number of each query head whose rows begin in a vector that begins at row r. */
+DKV_BLOCK void store_heads(float *out, vf x, size_t r, size_t group, size_t window)
+{
+    float lane[LANES];
+    v_store(lane, x);
+    for (size_t i = 0; i < LANES && (r + i) / window < group; i += window)
+        out[(r + i) / window] = lane[i];
+}
+
+DKV_BLOCK void spread_lanes(float *out, size_t ld, const float *tile, size_t n_rows, size_t group,
+                            size_t window, float weight, size_t n_keys)
+{
+    const vf inverse = v_set1(1.0f / (float)window), w = v_set1(weight);
+    for (size_t k = 0; k < n_keys; k++)
+        for (size_t r = 0; r < group * window; r += LANES) {
+            const vf x = v_load(tile + k * n_rows + r);
+            const vf mean = v_mul(sum_heads(x, window), inverse);
+            const vf apart = v_sub(x, mean);
+            const vf squares = sum_heads(v_mul(apart, apart), window);
+            store_heads(out + k * ld, v_fma(w, squares, mean), r, group, window);
+        }
+}
+
+DKV_BLOCK void fold_lanes(float *out, size_t ld, const float *tile, const float *weight,
+                          size_t n_rows, size_t group, size_t window, size_t n_keys)
+{
+    for (size_t k = 0; k < n_keys; k++)
+        for (size_t r = 0; r < group * window; r += LANES) {
+            const vf terms = v_mul(v_load(tile + k * n_rows + r), v_load(weight + r));
+            store_heads(out + k * ld, sum_heads(terms, window), r, group, window);
+        }
+}
+
 static void spread(float *out, size_t ld, const float *tile, size_t n_rows, size_t group,
                    size_t window, float gamma, size_t n_keys)
 {
     const float inverse = 1.0f / (float)window;
     const float weight = window > 1 ? gamma / (float)(window - 1) : 0.0f;
+    switch (divides_lanes(window) ? window : 0) { /* known numbers leave no branches behind */
+    case 8: spread_lanes(out, ld, tile, n_rows, group, 8, weight, n_keys); return;
+    case 0: break;
+    default: spread_lanes(out, ld, tile, n_rows, group, window, weight, n_keys); return;
+    }
     for (size_t k = 0; k < n_keys; k++) {
         for (size_t g = 0; g < group; g++) {
             const float *row = tile + k * n_rows + g * window;
@@ -95,6 +157,11 @@ static void spread(float *out, size_t ld, const float *tile, size_t n_rows, size
 static void fold(float *out, size_t ld, const float *tile, const float *weight, size_t n_rows,
                  size_t group, size_t window, size_t n_keys)
 {
+    switch (divides_lanes(window) ? window : 0) {
+    case 8: fold_lanes(out, ld, tile, weight, n_rows, group, 8, n_keys); return;
+    case 0: break;
+    default: fold_lanes(out, ld, tile, weight, n_rows, group, window, n_keys); return;
+    }
     for (size_t k = 0; k < n_keys; k++) {
         for (size_t g = 0; g < group; g++) {
             const float *row = tile + k * n_rows + g * window, *w = weight + g * window;

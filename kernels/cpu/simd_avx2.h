@@ -107,6 +107,18 @@ static inline float v_sum(vf a)
     const __m128 c = _mm_add_ps(b, _mm_movehl_ps(b, b));
     return _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps(c, c, 1)));
 }
+static inline vf v_swap1(vf a)
+{
+    return _mm256_permute_ps(a, 0xb1);
+}
+static inline vf v_swap2(vf a)
+{
+    return _mm256_permute_ps(a, 0x4e);
+}
+static inline vf v_swap4(vf a)
+{
+    return _mm256_permute2f128_ps(a, a, 1);
+}
 static inline float v_top(vf a)
 {
     float lane[LANES];

@@ -104,6 +104,22 @@ static inline float v_sum(vf a)
 {
     return _mm512_reduce_add_ps(a);
 }
+static inline vf v_swap1(vf a)
+{
+    return _mm512_permute_ps(a, 0xb1);
+}
+static inline vf v_swap2(vf a)
+{
+    return _mm512_permute_ps(a, 0x4e);
+}
+static inline vf v_swap4(vf a)
+{
+    return _mm512_shuffle_f32x4(a, a, 0xb1);
+}
+static inline vf v_swap8(vf a)
+{
+    return _mm512_shuffle_f32x4(a, a, 0x4e);
+}
 static inline float v_top(vf a)
 {
     return dkv_bits_to_f32(_mm512_reduce_max_epu32(_mm512_castps_si512(a)));

@@ -105,6 +105,14 @@ static inline float v_sum(vf a)
     const float32x2_t b = vadd_f32(vget_low_f32(a), vget_high_f32(a));
     return vget_lane_f32(vpadd_f32(b, b), 0);
 }
+static inline vf v_swap1(vf a)
+{
+    return vrev64q_f32(a);
+}
+static inline vf v_swap2(vf a)
+{
+    return vextq_f32(a, a, 2);
+}
 static inline float v_top(vf a)
 {
     return dkv_bits_to_f32(vmaxvq_u32(vreinterpretq_u32_f32(a)));

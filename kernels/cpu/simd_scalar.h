@@ -116,6 +116,15 @@ static inline float v_sum(vf a)
 {
     return (a[0] + a[2]) + (a[1] + a[3]);
 }
+/* Each lane's neighbour at that distance: lane i has lane i ^ distance. */
+static inline vf v_swap1(vf a)
+{
+    return (vf){a[1], a[0], a[3], a[2]};
+}
+static inline vf v_swap2(vf a)
+{
+    return (vf){a[2], a[3], a[0], a[1]};
+}
 static inline float v_top(vf a)
 {
     const vf b = v_max_bits(a, (vf){a[2], a[3], a[0], a[1]});
