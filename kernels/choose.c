@@ -1,21 +1,10 @@
-/* Pool, classify, rank, write.
- *
- * Ranking finds the cut by radix: which class it falls into follows from counting, then the keys of
- * that class (doubles as integers that order alike) are narrowed eleven bits at a time, pooled
- * scores first and raw scores among those that tie. Time is linear whatever the scores are.
- */
+/* Pool, classify, deal out, rank (rank.c), write. */
 #include "kernels/choose.h"
 
-#include <assert.h>
+#include "kernels/rank.h"
+
 #include <math.h>
 #include <string.h>
-
-/* A chunk that sinks or recent tokens are in is kept before everything else: it may be one that is
- * not full, and what is kept is counted in full ones beside them. */
-enum token_class { CLASS_LOWEST = 0, CLASS_CANDIDATE, CLASS_PROTECTED, CLASS_PLACE, N_CLASSES };
-
-#define DIGIT_BITS 11u
-#define N_BINS     (1u << DIGIT_BITS)
 
 /* ---- memory ---- */
 
@@ -123,102 +112,11 @@ static void classify_head(const struct dkv_select_spec *spec, const uint8_t *fla
 {
     for (uint64_t t = 0; t < spec->n; t++) {
         const bool inside = t < spec->sinks || t >= spec->n - spec->recent;
-        token_class[t] = inside || (flags[t] & DKV_TOKEN_PROTECTED) ? CLASS_PROTECTED
-                                                                    : CLASS_CANDIDATE;
+        token_class[t] = inside || (flags[t] & DKV_TOKEN_PROTECTED) ? DKV_CLASS_PROTECTED
+                                                                    : DKV_CLASS_CANDIDATE;
         if (flags[t] & DKV_TOKEN_LOWEST)
-            token_class[t] = CLASS_LOWEST;
+            token_class[t] = DKV_CLASS_LOWEST;
     }
-}
-
-/* ---- ranking ---- */
-
-/* Units (tokens or chunks) that are ranked together: n of each head, `stride` from head to head. */
-struct ranked {
-    const double *pooled, *raw;
-    const uint8_t *token_class;
-    uint32_t heads;
-    uint64_t n, stride;
-};
-
-struct cut {
-    enum token_class token_class;
-    uint64_t pooled, raw;
-    uint64_t ties; /* how many that equal it are kept */
-};
-
-/* Doubles as integers that order alike; -0 is 0. */
-static inline uint64_t key_of(double x)
-{
-    uint64_t bits;
-    x += 0.0;
-    memcpy(&bits, &x, sizeof(bits));
-    return bits >> 63 ? ~bits : bits | UINT64_C(1) << 63;
-}
-
-/* Narrows `ties` best of the units of the cut's class (and, for raw, of its pooled key) down to one
- * key. True if nothing below needs to be looked at: all that have it are kept. */
-static bool narrow(const struct ranked *units, struct cut *cut, bool raw)
-{
-    const double *scores = raw ? units->raw : units->pooled;
-    uint64_t prefix = 0;
-    for (unsigned high = 64; high > 0;) {
-        const unsigned low = high > DIGIT_BITS ? high - DIGIT_BITS : 0;
-        const uint64_t mask = (UINT64_C(1) << (high - low)) - 1;
-        uint64_t bins[N_BINS] = {0};
-        for (uint32_t h = 0; h < units->heads; h++)
-            for (uint64_t i = h * units->stride; i < h * units->stride + units->n; i++) {
-                if (units->token_class[i] != (uint8_t)cut->token_class ||
-                    (raw && key_of(units->pooled[i]) != cut->pooled))
-                    continue;
-                const uint64_t key = key_of(scores[i]);
-                if (high == 64 || key >> high == prefix >> high)
-                    bins[key >> low & mask]++;
-            }
-        uint64_t bin = mask;
-        while (bins[bin] < cut->ties)
-            cut->ties -= bins[bin--];
-        prefix |= bin << low;
-        *(raw ? &cut->raw : &cut->pooled) = prefix;
-        if (bins[bin] == cut->ties)
-            return true;
-        high = low;
-    }
-    return false;
-}
-
-/* kept[] of all units: 1 for the k best, 1 <= k <= units. */
-static void keep_best(const struct ranked *units, uint64_t k, uint8_t *kept)
-{
-    uint64_t counts[N_CLASSES] = {0};
-    for (uint32_t h = 0; h < units->heads; h++)
-        for (uint64_t t = 0; t < units->n; t++)
-            counts[units->token_class[h * units->stride + t]]++;
-    struct cut cut = {.token_class = CLASS_PLACE, .ties = k};
-    while (cut.ties > counts[cut.token_class]) {
-        cut.ties -= counts[cut.token_class];
-        cut.token_class--;
-    }
-    const bool all = cut.ties == counts[cut.token_class] || narrow(units, &cut, false) ||
-                     narrow(units, &cut, true);
-    if (all)
-        cut.ties = UINT64_MAX;
-    for (uint64_t t = 0; t < units->n; t++)
-        for (uint32_t h = 0; h < units->heads; h++) {
-            const uint64_t i = h * units->stride + t;
-            const uint64_t pooled = key_of(units->pooled[i]), raw = key_of(units->raw[i]);
-            bool keep = units->token_class[i] > (uint8_t)cut.token_class;
-            if (units->token_class[i] == (uint8_t)cut.token_class) {
-                if (pooled != cut.pooled)
-                    keep = pooled > cut.pooled;
-                else if (raw != cut.raw)
-                    keep = raw > cut.raw;
-                else if (cut.ties > 0) {
-                    keep = true;
-                    cut.ties--;
-                }
-            }
-            kept[i] = keep;
-        }
 }
 
 /* ---- chunks ---- */
@@ -247,14 +145,14 @@ static void gather_chunks(const struct dkv_choice *choice, const struct dkv_choi
     for (uint64_t t = 0; t < n;) {
         const uint64_t unit = unit_of(choice, t), begin = t;
         double pooled_sum = 0.0, raw_sum = 0.0;
-        uint8_t best = CLASS_LOWEST;
+        uint8_t best = DKV_CLASS_LOWEST;
         for (; t < n && unit_of(choice, t) == unit; t++) {
             pooled_sum += pooled[t];
             raw_sum += raw[t];
             best = token_class[t] > best ? token_class[t] : best;
         }
         if (begin < choice->spec.sinks || begin >= n - choice->spec.recent)
-            best = CLASS_PLACE;
+            best = DKV_CLASS_PLACE;
         pooled[unit] = pooled_sum;
         unit_raw[unit] = raw_sum;
         token_class[unit] = best;
@@ -279,10 +177,10 @@ struct deal {
     const double *raw; /* of units */
 };
 
-static struct ranked units_of(const struct deal *deal, uint32_t first, uint32_t heads)
+static struct dkv_units units_of(const struct deal *deal, uint32_t first, uint32_t heads)
 {
     const uint64_t at = first * deal->choice->spec.n;
-    return (struct ranked){
+    return (struct dkv_units){
         deal->work->pooled + at, deal->raw + at, deal->work->token_class + at, heads, deal->units,
         deal->choice->spec.n};
 }
@@ -306,12 +204,12 @@ static void make_safe(const struct deal *deal, uint64_t units)
 {
     const uint64_t n = deal->choice->spec.n;
     for (uint32_t h = 0; h < deal->choice->heads && units > deal->protect; h++) {
-        const struct ranked head = units_of(deal, h, 1);
+        const struct dkv_units head = units_of(deal, h, 1);
         uint8_t *kept = deal->work->kept + h * n;
-        keep_best(&head, units, kept);
+        dkv_keep_best(&head, units, kept);
         for (uint64_t u = 0; u < deal->units; u++)
-            if (kept[u] && deal->work->token_class[h * n + u] < CLASS_PROTECTED)
-                deal->work->token_class[h * n + u] = CLASS_PROTECTED;
+            if (kept[u] && deal->work->token_class[h * n + u] < DKV_CLASS_PROTECTED)
+                deal->work->token_class[h * n + u] = DKV_CLASS_PROTECTED;
     }
 }
 
@@ -319,8 +217,8 @@ static void make_safe(const struct deal *deal, uint64_t units)
 static void count_best(const struct deal *deal, uint64_t total)
 {
     const struct dkv_choice *choice = deal->choice;
-    const struct ranked all = units_of(deal, 0, choice->heads);
-    keep_best(&all, total, deal->work->kept);
+    const struct dkv_units all = units_of(deal, 0, choice->heads);
+    dkv_keep_best(&all, total, deal->work->kept);
     for (uint32_t h = 0; h < choice->heads; h++) {
         deal->work->counts[h] = 0;
         for (uint64_t u = 0; u < deal->units; u++)
@@ -401,7 +299,7 @@ void dkv_cake_shares(const double *preferences, size_t n, uint64_t total, uint64
 
 /* criticalkv: what the first stage keeps is safe, and scores become the second stage's. */
 static void second_stage(const struct dkv_choice *choice, const struct dkv_choice_work *work,
-                         const struct ranked *head, uint32_t h)
+                         struct dkv_units *head, uint32_t h)
 {
     const uint64_t n = choice->spec.n, half = work->counts[h] / 2;
     const float *weight = choice->weight != NULL ? choice->weight + h * choice->weight_stride
@@ -409,15 +307,16 @@ static void second_stage(const struct dkv_choice *choice, const struct dkv_choic
     double *raw = work->raw + h * n, *pooled = work->pooled + h * n;
     uint8_t *token_class = work->token_class + h * n, *kept = work->kept + h * n;
     if (half > 0) {
-        keep_best(head, half, kept);
+        dkv_keep_best(head, half, kept);
         for (uint64_t t = 0; t < n; t++)
             if (kept[t])
-                token_class[t] = CLASS_PROTECTED;
+                token_class[t] = DKV_CLASS_PROTECTED;
     }
     for (uint64_t t = 0; t < n; t++) {
         raw[t] = (pooled[t] + 1e-4) * (weight != NULL ? (double)weight[t] : 1.0);
         pooled[t] = raw[t];
     }
+    head->raw = head->pooled;
 }
 
 static uint32_t write_kept(const struct dkv_select_spec *spec, const uint8_t *kept, int32_t *to)
@@ -429,6 +328,45 @@ static uint32_t write_kept(const struct dkv_select_spec *spec, const uint8_t *ke
     return count;
 }
 
+/* Pools, classifies and gathers a head. */
+static void prepare_head(void *context, size_t h, unsigned thread)
+{
+    const struct deal *deal = context;
+    const struct dkv_choice *choice = deal->choice;
+    const struct dkv_choice_work *work = deal->work;
+    const uint64_t n = choice->spec.n;
+    (void)thread;
+    pool_head(choice, work->raw + h * n, work->pooled + h * n);
+    classify_head(&choice->spec, work->flags + h * n, work->token_class + h * n);
+    if (choice->chunk > 1)
+        gather_chunks(choice, work, (uint32_t)h);
+}
+
+/* Marks what a head keeps, once its count is known. */
+static void choose_head(void *context, size_t h, unsigned thread)
+{
+    const struct deal *deal = context;
+    const struct dkv_choice *choice = deal->choice;
+    struct dkv_units head = units_of(deal, (uint32_t)h, 1);
+    uint8_t *kept = deal->work->kept + h * choice->spec.n;
+    (void)thread;
+    if (choice->two_stages)
+        second_stage(choice, deal->work, &head, (uint32_t)h);
+    dkv_keep_best(&head, deal->work->counts[h], kept);
+    if (choice->chunk > 1)
+        spread_chunks(choice, kept);
+}
+
+static void for_heads(struct deal *deal, dkv_choice_task_fn task, uint32_t heads)
+{
+    if (deal->choice->run != NULL && heads > 1) {
+        deal->choice->run(deal->choice->crew, task, deal, heads);
+        return;
+    }
+    for (uint32_t h = 0; h < heads; h++)
+        task(deal, h, 0);
+}
+
 void dkv_choose(const struct dkv_choice *choice, const struct dkv_choice_work *work,
                 int32_t *keep_out, uint32_t *counts_out)
 {
@@ -437,12 +375,6 @@ void dkv_choose(const struct dkv_choice *choice, const struct dkv_choice_work *w
     const bool chunks = choice->chunk > 1, copies = choice->one_set && !choice->two_stages;
     const uint32_t heads = copies ? 1 : choice->heads;
     struct deal deal = {.choice = choice, .work = work, .units = n};
-    for (uint32_t h = 0; h < heads; h++) {
-        pool_head(choice, work->raw + h * n, work->pooled + h * n);
-        classify_head(spec, work->flags + h * n, work->token_class + h * n);
-        if (chunks)
-            gather_chunks(choice, work, h);
-    }
     deal.raw = chunks ? work->unit_raw : work->raw;
     deal.protect = spec->sinks + spec->recent;
     if (chunks) {
@@ -450,18 +382,11 @@ void dkv_choose(const struct dkv_choice *choice, const struct dkv_choice_work *w
         deal.protect = (spec->sinks > 0 ? unit_of(choice, spec->sinks - 1) + 1 : 0) +
                        (spec->recent > 0 ? deal.units - unit_of(choice, n - spec->recent) : 0);
     }
+    for_heads(&deal, prepare_head, heads);
     deal_out(&deal);
+    for_heads(&deal, choose_head, heads);
     for (uint32_t h = 0; h < choice->heads; h++) {
-        uint8_t *kept = work->kept + h * n;
-        if (h < heads) {
-            const struct ranked head = units_of(&deal, h, 1);
-            if (choice->two_stages)
-                second_stage(choice, work, &head, h);
-            keep_best(&head, work->counts[h], kept);
-            if (chunks)
-                spread_chunks(choice, kept);
-        }
-        const uint32_t count = write_kept(spec, h < heads ? kept : work->kept, keep_out);
+        const uint32_t count = write_kept(spec, work->kept + (h < heads ? h : 0) * n, keep_out);
         keep_out += count;
         if (counts_out != NULL)
             counts_out[h] = count;

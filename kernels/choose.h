@@ -17,7 +17,7 @@
  *
  * A block's arrays are [heads][n], valid tokens only.
  *
- * Thread  any; no shared state. Never blocks or allocates.
+ * Thread  any, and those of `run`; no shared state. Never allocates.
  * Errors  none: arguments were checked by dkv_request_validate().
  */
 #ifndef DKV_KERNELS_CHOOSE_H
@@ -28,6 +28,11 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* Calls task(context, i, thread) for every i below n, in any order, on any threads; returns when
+ * all are done. */
+typedef void (*dkv_choice_task_fn)(void *context, size_t i, unsigned thread);
+typedef void (*dkv_choice_run_fn)(void *crew, dkv_choice_task_fn task, void *context, size_t n);
 
 struct dkv_choice {
     uint32_t heads;
@@ -42,6 +47,8 @@ struct dkv_choice {
     bool two_stages; /* criticalkv: half by pooled score, the rest by (pooled + 1e-4) * weight */
     const float *weight; /* [heads][weight_stride], or NULL: 1 */
     uint64_t weight_stride;
+    dkv_choice_run_fn run; /* what each head can be done on its own; NULL: one after the other */
+    void *crew;
 };
 
 /* Memory of a block, dkv_choice_bytes() of it, aligned to 64. */

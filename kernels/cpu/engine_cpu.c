@@ -402,7 +402,7 @@ static void run_general(struct dkv_engine *engine, struct slice *slice, struct d
     if (item->status == DKV_OK)
         item->status = dkv_general_settle(&engine->general_work, item, &item->error);
     if (item->status == DKV_OK)
-        dkv_general_choose(&engine->general_work, item, item->plan->keep_tokens);
+        dkv_general_choose(&engine->general_work, item, item->plan->keep_tokens, engine->crew);
 }
 
 static double preference(const struct dkv_params *params, double entropy, double variance)
@@ -439,7 +439,7 @@ static void choose_layers(struct dkv_engine *engine, struct dkv_item *items, uin
         dkv_general_place(&engine->general_work, &items[l], memory);
         memory += dkv_general_bytes(&items[l]);
         const uint64_t k = protect + shares[l];
-        dkv_general_choose(&engine->general_work, &items[l], k > 0 ? k : 1);
+        dkv_general_choose(&engine->general_work, &items[l], k > 0 ? k : 1, engine->crew);
     }
 }
 

@@ -115,8 +115,13 @@ enum dkv_status dkv_general_settle(const struct dkv_choice_work *work, struct dk
 
 #define EACH_MAX (DKV_LIST_TEXT_MAX / 2 + 1) /* numbers of a list */
 
+static void on_crew(void *crew, dkv_choice_task_fn task, void *context, size_t n)
+{
+    dkv_threads_run(crew, task, context, n);
+}
+
 void dkv_general_choose(const struct dkv_choice_work *work, struct dkv_item *item,
-                        uint64_t keep_tokens)
+                        uint64_t keep_tokens, struct dkv_threads *crew)
 {
     const struct dkv_block *block = item->block;
     const struct dkv_params *params = item->params;
@@ -133,6 +138,8 @@ void dkv_general_choose(const struct dkv_choice_work *work, struct dkv_item *ite
         .two_stages = dkv_rule_of(params->policy)->two_stages,
         .weight = block->token_weight != NULL ? block->token_weight + block->valid_from : NULL,
         .weight_stride = block->n_tokens,
+        .run = on_crew,
+        .crew = crew,
     };
     choice.spec.keep = keep_tokens;
     if (params->per_head[0] != '\0') {

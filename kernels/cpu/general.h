@@ -2,7 +2,7 @@
  *
  * Heads are scored as always, by any threads, but their scores go into arrays of the whole block,
  * in double precision and in the unit they are reported in. When all heads are there, one thread
- * adds what the caller gave and chooses.
+ * adds what the caller gave, and all choose.
  *
  * Owner   memory is the caller's, dkv_general_bytes() of it, aligned to 64.
  */
@@ -11,6 +11,7 @@
 
 #include "kernels/choose.h"
 #include "kernels/cpu/head.h"
+#include "kernels/cpu/threads.h"
 
 size_t dkv_general_bytes(const struct dkv_item *item);
 void dkv_general_place(struct dkv_choice_work *work, const struct dkv_item *item, void *memory);
@@ -28,8 +29,8 @@ unsigned dkv_general_score(const struct dkv_choice_work *work, const struct dkv_
 enum dkv_status dkv_general_settle(const struct dkv_choice_work *work, struct dkv_item *item,
                                    struct dkv_error *err);
 
-/* The end of a block: writes keep_out, counts_out and scores_out. */
+/* The end of a block, on all threads: writes keep_out, counts_out and scores_out. */
 void dkv_general_choose(const struct dkv_choice_work *work, struct dkv_item *item,
-                        uint64_t keep_tokens);
+                        uint64_t keep_tokens, struct dkv_threads *crew);
 
 #endif
