@@ -8,6 +8,7 @@
 #include "client/cli/commands.h"
 #include "client/cli/dumps.h"
 #include "client/cli/extras.h"
+#include "client/cli/layers.h"
 #include "client/cli/options.h"
 #include "client/cli/report.h"
 #include "client/cli/terminal.h"
@@ -61,7 +62,8 @@ struct command {
     struct dkv_dumps extra_files; /* .npy */
     struct dkv_block_list blocks;
     struct dkv_extra_sources sources;
-    struct dkv_extras *extras; /* [blocks.n_blocks] */
+    struct dkv_extras *extras;   /* [blocks.n_blocks] */
+    struct dkv_layer_set layers; /* all blocks in one request, or empty */
     struct dkv_outcome *outcomes;
     struct dropkv_client *client;
     const char *endpoint; /* the one that is used */
@@ -253,18 +255,59 @@ static const char *given(const struct command *c, const char *name)
     return NULL;
 }
 
-/* Blocks are requests of their own, so a budget by layers has to be told which layer each is. */
+static bool one_request(const struct command *c)
+{
+    const char *layers = given(c, "layers");
+    return layers != NULL && strcmp(layers, "cake") == 0 && c->blocks.n_blocks > 1;
+}
+
+/* Blocks that are requests of their own are told which layer each is, for budgets by layer. */
 static size_t name_layer(const struct command *c, size_t i, struct dropkv_param *params)
 {
     const char *layers = given(c, "layers");
     const size_t n = c->o.params.n_params;
     memcpy(params, c->o.params.params, n * sizeof(*params));
     if (layers == NULL || strcmp(layers, "uniform") == 0 || given(c, "layer") != NULL ||
-        given(c, "n_layers") != NULL)
+        given(c, "n_layers") != NULL || c->blocks.n_blocks == 1)
         return n;
     params[n] = dropkv_int("layer", (int64_t)i);
     params[n + 1] = dropkv_int("n_layers", (int64_t)c->blocks.n_blocks);
     return n + 2;
+}
+
+/* What a request has beside its tensors. */
+static void note_request(struct command *c, size_t i, const struct dropkv_request *request)
+{
+    c->outcomes[i].name = c->blocks.blocks[i].name;
+    c->outcomes[i].q_heads = request->q_heads;
+    note_classes(&c->outcomes[i], request);
+}
+
+/* All blocks as the layers of one request, waited for. */
+static int score_layers(struct command *c)
+{
+    struct dkv_error error;
+    struct dropkv_result *result = NULL;
+    struct dropkv_request request = DROPKV_REQUEST_INIT;
+    request.params = c->o.params.params;
+    request.n_params = c->o.params.n_params;
+    request.want_scores = c->o.want_scores;
+    enum dkv_status status = dkv_layers_request(&c->blocks, &request, &c->layers, &error);
+    if (status == DKV_OK) /* those of the first show what the policy does not take */
+        status = dkv_extras_add(&c->sources, &c->blocks.blocks[0], given(c, "policy"), &request,
+                                &c->extras[0], &error);
+    if (status == DKV_OK)
+        status = (enum dkv_status)dropkv_score(c->client, &request, &result,
+                                               (struct dropkv_error *)&error);
+    if (status == DKV_OK)
+        status = dkv_layers_divide(&c->layers, result, &error);
+    if (status != DKV_OK)
+        return dkv_fail(NULL, &error);
+    for (size_t i = 0; i < c->blocks.n_blocks; i++) {
+        note_request(c, i, &request);
+        c->outcomes[i].result = &c->layers.parts[i];
+    }
+    return EX_OK;
 }
 
 static int submit_block(struct command *c, size_t i)
@@ -281,9 +324,7 @@ static int submit_block(struct command *c, size_t i)
         dkv_extras_add(&c->sources, block, given(c, "policy"), &request, &c->extras[i], &error) !=
             DKV_OK)
         return dkv_fail(block->name, &error);
-    c->outcomes[i].name = block->name;
-    c->outcomes[i].q_heads = request.q_heads;
-    note_classes(&c->outcomes[i], &request);
+    note_request(c, i, &request);
     if (dropkv_submit(c->client, &request, NULL, (struct dropkv_error *)&error) != DROPKV_OK)
         return dkv_fail(block->name, &error);
     return EX_OK;
@@ -319,13 +360,6 @@ static int collect(struct command *c, size_t *n_done)
 
 static int score_all(struct command *c)
 {
-    if (given(c, "layers") != NULL && strcmp(given(c, "layers"), "cake") == 0 &&
-        c->blocks.n_blocks > 1) {
-        dkv_complain("--layers cake: deals the budget of one request, and these are %zu; put the "
-                     "layers into one tensor [layers, heads, tokens, dim]",
-                     c->blocks.n_blocks);
-        return EX_USAGE;
-    }
     struct dkv_progress progress;
     const size_t n = c->blocks.n_blocks;
     size_t n_sent = 0;
@@ -401,15 +435,17 @@ static int run(struct command *c, const char **paths)
     if (dkv_open_endpoint(c->o.endpoint, NULL, &c->client, &c->endpoint, &error) != DKV_OK)
         return dkv_fail(c->o.endpoint, &error);
     c->start_ns = dkv_now_ns();
-    code = score_all(c);
+    code = one_request(c) ? score_layers(c) : score_all(c);
     return code == EX_OK ? print_all(c) : code;
 }
 
 static void command_fini(struct command *c)
 {
     dropkv_client_close(c->client);
-    for (size_t i = 0; c->outcomes != NULL && i < c->blocks.n_blocks; i++)
+    for (size_t i = 0; c->outcomes != NULL && i < c->blocks.n_blocks && c->layers.parts == NULL;
+         i++)
         dropkv_result_free((struct dropkv_result *)(uintptr_t)c->outcomes[i].result);
+    dkv_layers_fini(&c->layers);
     free(c->outcomes);
     for (size_t i = 0; c->extras != NULL && i < c->blocks.n_blocks; i++)
         dkv_extras_fini(&c->extras[i]);

@@ -89,6 +89,49 @@ class Policies(unittest.TestCase):
         blocks = self.everywhere("--layers", "fixed", "--per-head", "40,90")
         self.assertEqual([[len(kept) for kept in block["keep_indices"][0]] for block in blocks], [[40, 90]] * 6)
 
+    def test_cake_deals_the_layers_of_a_dump(self):
+        """The same layers in one tensor and in one of each, in an order that needs copies and in one that does not."""
+        data = pathlib.Path(DUMP).read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+        roles = ("query", "key", "value")
+
+        def write(name, tensors):
+            head, content = {}, b""
+            for key, shape, part in tensors:
+                head[key] = {"dtype": "BF16", "shape": shape, "data_offsets": [len(content), len(content) + len(part)]}
+                content += part
+            text = json.dumps(head).encode()
+            path = os.path.join(self.folder.name, name)
+            pathlib.Path(path).write_bytes(struct.pack("<Q", len(text)) + text + content)
+            return path
+
+        def layer(l, role):
+            t = header["layers.%d.%s" % (l, role)]
+            return "layers.%d.%s" % (l, role), t["shape"], body[slice(*t["data_offsets"])]
+
+        whole = write("whole.safetensors", [("all." + role, [6, *layer(0, role)[1][1:]],
+                                             b"".join(layer(l, role)[2] for l in range(6))) for role in roles])
+        mixed = write("mixed.safetensors", [layer(l, role) for role in roles for l in (3, 1, 0, 5, 2, 4)])
+        options = ("--policy", "cake", "--window", "8", "--keep-tokens", "100", "--layers", "cake", "--scores")
+        (one,) = self.everywhere(*options, dumps=(whole,))
+        blocks = self.everywhere(*options)
+        self.assertEqual([block["name"] for block in blocks], ["layers.%d" % l for l in range(6)])
+        self.assertEqual([block["keep_indices"][0] for block in blocks], one["keep_indices"])
+        self.assertEqual([block["scores"][0] for block in blocks], one["scores"])
+        lengths = [len(block["keep_indices"][0][0]) for block in blocks]
+        self.assertEqual(sum(lengths), 600)
+        self.assertGreater(max(lengths), 110)
+        self.assertEqual(blocks, score("embedded:", *options, dumps=(mixed,)))
+        for form in ("table", "safetensors"):
+            done = subprocess.run([CLIENT, "score", "--endpoint", "embedded:", DUMP, *options, "--format", form],
+                                  capture_output=True, check=False)
+            self.assertEqual(done.returncode, 0, done.stderr)
+        done = subprocess.run([CLIENT, "score", "--endpoint", "embedded:", DUMP, whole, *options], capture_output=True,
+                              text=True, check=False)
+        self.assertEqual(done.returncode, 65)
+        self.assertIn("the layers of one request are alike", done.stderr)
+
     def with_tensors(self, name, **tensors):
         """A dump in which every layer has these float32 tensors, too, and one that holds them alone."""
         data = pathlib.Path(DUMP).read_bytes()
