@@ -431,12 +431,6 @@ static enum dkv_status check_policy(const struct dkv_params *params, struct dkv_
     if (params->gqa == DKV_GQA_LAYER && params->heads != DKV_HEADS_UNIFORM)
         return dkv_error_set(err, DKV_E_INVALID,
                              "heads: one set for the layer (gqa=layer) needs uniform");
-    /* A masked token comes last, so a chunk at an end that is not full may give way to a whole one:
-     * more tokens than the budget has. */
-    if (params->granularity > 1 && params->nonfinite == DKV_NONFINITE_MASK)
-        return dkv_error_set(err, DKV_E_INVALID,
-                             "granularity: %lld is not possible with nonfinite=mask, 1 is",
-                             (long long)params->granularity);
     if (params->layers == DKV_LAYERS_CAKE && params->policy != DKV_POLICY_CAKE &&
         params->policy != DKV_POLICY_SNAPKV)
         return dkv_error_set(err, DKV_E_INVALID, "layers: cake needs policy cake or snapkv, not %s",

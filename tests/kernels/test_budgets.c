@@ -187,7 +187,6 @@ static void budgets_that_make_no_sense_are_refused_by_name(void **state)
         {"heads=global gqa=layer", "heads"},
         {"layers=cake", "layers"},
         {"granularity=64 recent=100 keep_tokens=5 on_conflict=budget", "granularity"},
-        {"granularity=64 nonfinite=mask", "nonfinite"},
         {"policy=criticalkv granularity=4", "granularity"},
         {"policy=snapkv eps=0.5", "eps"},
         {"policy=snapkv reduce=ema_first", "reduce"},
@@ -405,6 +404,87 @@ static void whole_pages_are_kept(void **state)
     dkv_case_fini(&c);
 }
 
+enum { PAGE = 16, FIRST = 5, PAGES = (300 + PAGE - 1) / PAGE };
+
+/* Tokens of a head that are masked: a whole page in the middle, halves, single ones, and, by turns,
+ * all of the first page or of the last, neither of which is full. */
+static void mask_tokens(struct dkv_case *c, uint32_t head, unsigned which, bool *masked)
+{
+    struct dkv_random random = {which + 1};
+    for (uint64_t t = FIRST; t < 300; t++) {
+        const uint64_t page = t / PAGE;
+        masked[t] = page == 7 || (page == 9 && t % PAGE < 8) || (page == 0 && (which & 1)) ||
+                    (page == PAGES - 1 && (which & 2)) || dkv_random_range(&random, 0, 19) == 0;
+        for (uint64_t e = 0; masked[t] && e < 16; e++)
+            dkv_case_set(c, DKV_KEY, head, t, e, NAN);
+    }
+}
+
+/* Pages are kept whole; the two that are not full are; and one of masked tokens alone is the last
+ * to be. */
+static void check_pages(const int32_t *keep, uint32_t count, const bool *masked)
+{
+    bool kept[300] = {false};
+    unsigned n_hidden = 0, n_dropped = 0;
+    for (uint32_t i = 0; i < count; i++)
+        kept[keep[i]] = true;
+    for (uint64_t page = 0; page < PAGES; page++) {
+        const uint64_t begin = page == 0 ? FIRST : page * PAGE;
+        const uint64_t end = page == PAGES - 1 ? 300 : (page + 1) * PAGE;
+        bool all_masked = true;
+        for (uint64_t t = begin; t < end; t++) {
+            assert_true(kept[t] == kept[begin]);
+            all_masked = all_masked && masked[t];
+        }
+        if (page == 0 || page == PAGES - 1)
+            assert_true(kept[begin]);
+        else if (all_masked)
+            n_hidden += kept[begin];
+        else
+            n_dropped += !kept[begin];
+    }
+    assert_true(n_hidden == 0 || n_dropped == 0);
+}
+
+/* A chunk at an end is kept for its place, whatever is masked in it, so none gives way to a longer
+ * one: no answer has more tokens than its budget. */
+static void masked_tokens_leave_pages_whole(void **state)
+{
+    static const char *const heads[] = {"uniform", "global", "adakv_floor", "adakv_mix"};
+    static const char *const policies[] = {"dropkv", "snapkv", "knorm"};
+    (void)state;
+    struct dkv_scorer scorer = dkv_test_engine_open("cpu", 1);
+    for (unsigned i = 0; i < 4 * 4 * 3 * 2; i++) {
+        struct dkv_case c;
+        struct dkv_case_answer answer;
+        bool masked[2][300] = {{false}};
+        make_layer(&c, i, 1);
+        c.block.valid_from = FIRST;
+        for (uint32_t h = 0; h < 2; h++)
+            mask_tokens(&c, h, i % 4 + 4 * h, masked[h]);
+        dkv_case_param(&c, "policy", policies[i / 16 % 3]);
+        dkv_case_param(&c, "heads", heads[i / 4 % 4]);
+        dkv_case_param(&c, "granularity", "16");
+        dkv_case_param(&c, "keep_tokens", i / 48 ? "290" : "100");
+        dkv_case_param(&c, "nonfinite", "mask");
+        dkv_case_plan(&c);
+        dkv_case_run(&c, &scorer, &answer);
+        assert_int_equal(answer.status, DKV_OK);
+        uint64_t total = 0;
+        for (uint32_t h = 0; h < 2; h++) {
+            const uint32_t count = c.plan.ragged ? answer.counts[h] : (uint32_t)c.plan.keep_tokens;
+            check_pages(answer.keep + total, count, masked[h]);
+            total += count;
+        }
+        assert_true(total <= (c.plan.ragged ? c.plan.keep_capacity : 2 * c.plan.keep_tokens));
+        if (i / 4 % 4 < 3) /* the mix rounds */
+            assert_int_equal(total, 2 * c.plan.keep_tokens);
+        dkv_case_answer_fini(&answer);
+        dkv_case_fini(&c);
+    }
+    dkv_test_engine_close(&scorer);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -418,6 +498,7 @@ int main(void)
         cmocka_unit_test(a_mix_never_keeps_more_than_there_is_room_for),
         cmocka_unit_test(layers_that_share_a_budget_are_alike),
         cmocka_unit_test(whole_pages_are_kept),
+        cmocka_unit_test(masked_tokens_leave_pages_whole),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
