@@ -62,6 +62,10 @@ void dkv_exchange_reset(struct dkv_exchange *exchange);
 enum dkv_status dkv_exchange_judge(struct dkv_exchange *exchange, CURLcode code, bool *may_retry,
                                    struct dkv_error *err);
 
+/* The same for what libcurl calls an error. */
+enum dkv_status dkv_exchange_judge_failure(const struct dkv_exchange *exchange, CURLcode code,
+                                           bool *may_retry, struct dkv_error *err);
+
 /* GET, blocking until the deadline at most. The body is the caller's to free(), 0-terminated;
  * written only on success, which is HTTP 200. */
 enum dkv_status dkv_http_get(const struct dkv_http_target *target, const char *url,

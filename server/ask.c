@@ -59,161 +59,6 @@ void dkv_ask_free(struct dkv_ask *ask)
     free(ask);
 }
 
-/* ---- what the message names ---- */
-
-/* A region of that number, in use by this request from now on. */
-static enum dkv_status use_region(struct dkv_ask *ask, uint32_t number, const char *what,
-                                  struct dkv_region **region_out, struct dkv_error *err)
-{
-    struct dkv_region *region = dkv_slots_find(&ask->session->regions, number);
-    if (region == NULL)
-        return dkv_error_set(err, DKV_E_NOT_FOUND, "%s: region %u does not exist", what, number);
-    if (!region->attached)
-        return dkv_error_set(err, DKV_E_NOT_FOUND, "%s: region %u is detached", what, number);
-    if (dkv_region_on_gpu(region) && region->loan->error.status != DKV_OK)
-        return dkv_error_set(err, DKV_E_NOT_FOUND,
-                             "%s: region %u was lost with its worker and must be registered anew: "
-                             "%.120s",
-                             what, number, region->loan->error.text);
-    *region_out = region;
-    for (uint32_t i = 0; i < ask->n_regions; i++)
-        if (ask->regions[i] == region)
-            return DKV_OK;
-    ask->regions[ask->n_regions++] = region; /* there are places for as many as can exist */
-    dkv_region_use(region);
-    return DKV_OK;
-}
-
-static enum dkv_status make_view(struct dkv_ask *ask, const struct dkv_wire_view *wire,
-                                 const char *what, struct dkv_view *view_out, struct dkv_error *err)
-{
-    const struct dkv_body *bulk = &ask->job->body;
-    struct dkv_region *region = NULL;
-    *view_out = (struct dkv_view){
-        .base = bulk->data, /* NULL, which the gate refuses, if there is no bulk */
-        .bytes = bulk->received_bytes,
-        .offset = wire->offset,
-        .page_stride = wire->page_stride,
-        .token_stride = wire->token_stride,
-        .head_stride = wire->head_stride,
-        .dtype = (enum dkv_dtype)wire->dtype,
-        .place = DKV_PLACE_HOST,
-        .scale = wire->scale,
-    };
-    if (wire->region == 0)
-        return DKV_OK;
-    enum dkv_status status = use_region(ask, wire->region, what, &region, err);
-    if (status != DKV_OK)
-        return status;
-    view_out->base = dkv_region_base(region);
-    view_out->bytes = dkv_loan_end(region->loan, wire->offset);
-    if (dkv_region_on_gpu(region))
-        view_out->place = DKV_PLACE_DEVICE;
-    if (view_out->bytes == 0)
-        return dkv_error_set(err, DKV_E_INVALID,
-                             "%s: offset %" PRIu64 " is not within the %" PRIu64
-                             " bytes of region %u that were passed",
-                             what, wire->offset, region->bytes, wire->region);
-    return DKV_OK;
-}
-
-/* What only the front reads or writes must be host memory. */
-static enum dkv_status use_host_region(struct dkv_ask *ask, uint32_t number, const char *what,
-                                       struct dkv_region **region_out, struct dkv_error *err)
-{
-    const enum dkv_status status = use_region(ask, number, what, region_out, err);
-    if (status == DKV_OK && dkv_region_on_gpu(*region_out))
-        return dkv_error_set(err, DKV_E_INVALID, "%s: region %u is GPU memory, not a memfd", what,
-                             number);
-    return status;
-}
-
-/* A page table as both kinds of request describe it. */
-struct table {
-    uint32_t region, entries;
-    uint64_t offset, mask;
-    int64_t null_entry;
-    uint8_t kind, entry_bytes;
-    bool has_null;
-};
-
-static enum dkv_status make_table(struct dkv_ask *ask, const struct table *wire,
-                                  struct dkv_block *block, struct dkv_error *err)
-{
-    const uint8_t *base = ask->job->body.data;
-    uint64_t room = ask->job->body.received_bytes;
-    struct dkv_region *region = NULL;
-    enum dkv_status status = DKV_OK;
-    if (wire->kind == DKV_WIRE_TABLE_NONE)
-        return DKV_OK;
-    if (block->page_tokens == 0)
-        return dkv_error_set(err, DKV_E_INVALID, "page table: page_tokens is 0");
-    if (wire->kind == DKV_WIRE_TABLE_REGION) {
-        status = use_region(ask, wire->region, "page table", &region, err);
-        if (status != DKV_OK)
-            return status;
-        base = dkv_region_base(region);
-        room = dkv_loan_end(region->loan, wire->offset);
-    }
-    if (!dkv_range_fits(wire->offset, (uint64_t)wire->entries * wire->entry_bytes, room))
-        return dkv_error_set(err, DKV_E_INVALID,
-                             "page table: %u entries of %u bytes at %" PRIu64
-                             " are not within %" PRIu64,
-                             wire->entries, wire->entry_bytes, wire->offset, room);
-    block->table = (struct dkv_page_table){
-        .entries = base + wire->offset,
-        .n_entries = wire->entries,
-        .entry_bytes = wire->entry_bytes,
-        .place = region != NULL && dkv_region_on_gpu(region) ? DKV_PLACE_DEVICE : DKV_PLACE_HOST,
-        .mask = (int64_t)wire->mask,
-        .null_entry = wire->null_entry,
-        .has_null_entry = wire->has_null,
-    };
-    return DKV_OK;
-}
-
-static enum dkv_status take_fence(struct dkv_ask *ask, const struct dkv_wire_fence *wire,
-                                  struct dkv_error *err)
-{
-    struct dkv_region *region = NULL;
-    if (wire->region == 0)
-        return DKV_OK;
-    enum dkv_status status = use_host_region(ask, wire->region, "fence", &region, err);
-    if (status != DKV_OK)
-        return status;
-    if (!dkv_range_fits(wire->offset, sizeof(uint64_t), region->bytes))
-        return dkv_error_set(err, DKV_E_INVALID,
-                             "fence: offset %" PRIu64 " is not within the region's %" PRIu64,
-                             wire->offset, region->bytes);
-    ask->fence.region = region;
-    ask->fence.offset = wire->offset;
-    ask->fence.value = wire->value;
-    return DKV_OK;
-}
-
-static enum dkv_status take_output(struct dkv_ask *ask, const struct dkv_wire_output *wire,
-                                   struct dkv_error *err)
-{
-    struct dkv_region *region = NULL;
-    if (wire->region == 0)
-        return DKV_OK;
-    enum dkv_status status = use_host_region(ask, wire->region, "output", &region, err);
-    if (status != DKV_OK)
-        return status;
-    if (!region->writable)
-        return dkv_error_set(err, DKV_E_DENIED, "output: region %u was not registered as writable",
-                             wire->region);
-    if (!dkv_range_fits(wire->offset, wire->bytes, region->bytes))
-        return dkv_error_set(err, DKV_E_INVALID,
-                             "output: %" PRIu64 " bytes at %" PRIu64
-                             " are not within the region's %" PRIu64,
-                             wire->bytes, wire->offset, region->bytes);
-    ask->output = region;
-    ask->output_offset = wire->offset;
-    ask->output_bytes = wire->bytes;
-    return DKV_OK;
-}
-
 /* ---- what both kinds have in common ---- */
 
 static enum dkv_status begin(struct dkv_ask *ask, uint32_t n_blocks, uint8_t flags,
@@ -328,17 +173,17 @@ static enum dkv_status make_block(struct dkv_ask *ask, const uint8_t *records, u
     block->n_tokens = wire.n_tokens;
     block->valid_from = wire.valid_from;
     block->page_tokens = wire.page_tokens;
-    const struct table table = {wire.table_region, wire.table_entries,
-                                wire.table_offset, wire.table_mask,
-                                wire.null_entry,   wire.table_kind,
-                                wire.entry_bytes,  (wire.flags & DKV_WIRE_NULL_ENTRY) != 0};
-    enum dkv_status status = make_view(ask, &wire.query, "query", &block->query, err);
+    const struct dkv_ask_table table = {wire.table_region, wire.table_entries,
+                                        wire.table_offset, wire.table_mask,
+                                        wire.null_entry,   wire.table_kind,
+                                        wire.entry_bytes,  (wire.flags & DKV_WIRE_NULL_ENTRY) != 0};
+    enum dkv_status status = dkv_ask_make_view(ask, &wire.query, "query", &block->query, err);
     if (status == DKV_OK)
-        status = make_view(ask, &wire.key, "key", &block->key, err);
+        status = dkv_ask_make_view(ask, &wire.key, "key", &block->key, err);
     if (status == DKV_OK)
-        status = make_view(ask, &wire.value, "value", &block->value, err);
+        status = dkv_ask_make_view(ask, &wire.value, "value", &block->value, err);
     if (status == DKV_OK)
-        status = make_table(ask, &table, block, err);
+        status = dkv_ask_make_table(ask, &table, block, err);
     return status == DKV_OK ? dkv_ask_take_block_floats(ask, &wire, block, err) : status;
 }
 
@@ -349,9 +194,9 @@ enum dkv_status dkv_ask_build_blocks(struct dkv_ask *ask, const struct dkv_wire_
     if (status == DKV_OK)
         status = take_params(ask, wire->params, wire->params_bytes, wire->flags, err);
     if (status == DKV_OK)
-        status = take_fence(ask, &wire->fence, err);
+        status = dkv_ask_take_fence(ask, &wire->fence, err);
     if (status == DKV_OK)
-        status = take_output(ask, &wire->output, err);
+        status = dkv_ask_take_output(ask, &wire->output, err);
     for (uint32_t i = 0; status == DKV_OK && i < wire->n_blocks; i++)
         status = make_block(ask, wire->blocks, i, err);
     if (status != DKV_OK)
@@ -415,7 +260,7 @@ static enum dkv_status make_query(struct dkv_ask *ask, const struct dkv_wire_sta
     wire.offset = start;
     if (!wraps && !step(&wire.offset, score->newest_row + 1 - n_rows, stash->row_stride))
         return dkv_error_set(err, DKV_E_INVALID, "stash: its strides overflow");
-    enum dkv_status status = make_view(ask, &wire, "stash", &block->query, err);
+    enum dkv_status status = dkv_ask_make_view(ask, &wire, "stash", &block->query, err);
     if (status != DKV_OK || !wraps)
         return status;
     const struct dkv_region *region = dkv_slots_find(&ask->session->regions, stash->region);
@@ -471,17 +316,18 @@ static enum dkv_status make_layer(struct dkv_ask *ask, const struct dkv_wire_sta
     block->n_tokens = score->n_tokens;
     block->valid_from = score->valid_from;
     block->page_tokens = cache->wire.page_tokens;
-    const struct table table = {score->table_region, score->table_entries,
-                                score->table_offset, score->table_mask,
-                                score->null_entry,   score->table_kind,
-                                score->entry_bytes,  (score->flags & DKV_WIRE_NULL_ENTRY) != 0};
+    const struct dkv_ask_table table = {
+        score->table_region, score->table_entries,
+        score->table_offset, score->table_mask,
+        score->null_entry,   score->table_kind,
+        score->entry_bytes,  (score->flags & DKV_WIRE_NULL_ENTRY) != 0};
     enum dkv_status status = make_query(ask, stash, score, layer, block, &ask->rings[i], err);
     if (status == DKV_OK)
-        status = make_view(ask, &cache->views[2 * layer], "key", &block->key, err);
+        status = dkv_ask_make_view(ask, &cache->views[2 * layer], "key", &block->key, err);
     if (status == DKV_OK)
-        status = make_view(ask, &cache->views[2 * layer + 1], "value", &block->value, err);
+        status = dkv_ask_make_view(ask, &cache->views[2 * layer + 1], "value", &block->value, err);
     if (status == DKV_OK)
-        status = make_table(ask, &table, block, err);
+        status = dkv_ask_make_table(ask, &table, block, err);
     if (status == DKV_OK)
         take_scales(cache, layer, block);
     return status;
@@ -540,9 +386,9 @@ enum dkv_status dkv_ask_build_score(struct dkv_ask *ask, const struct dkv_wire_s
     if (status == DKV_OK)
         status = take_defaults(&ask->job->request.params, &cache->wire, err);
     if (status == DKV_OK)
-        status = take_fence(ask, &score->fence, err);
+        status = dkv_ask_take_fence(ask, &score->fence, err);
     if (status == DKV_OK)
-        status = take_output(ask, &score->output, err);
+        status = dkv_ask_take_output(ask, &score->output, err);
     for (uint32_t i = 0; status == DKV_OK && i < score->n_layers; i++)
         status = make_layer(ask, stash, score, i, err);
     if (status == DKV_OK)

@@ -74,6 +74,32 @@ enum dkv_status dkv_ask_build_blocks(struct dkv_ask *ask, const struct dkv_wire_
 /* Bytes of the answer's numbers. */
 uint64_t dkv_ask_answer_bytes(const struct dkv_ask *ask);
 
+/* ---- ask_names.c: what the message names ---- */
+
+/* A view of a region, or of the bulk. NOT_FOUND, INVALID; `what` is for errors. */
+enum dkv_status dkv_ask_make_view(struct dkv_ask *ask, const struct dkv_wire_view *wire,
+                                  const char *what, struct dkv_view *view_out,
+                                  struct dkv_error *err);
+
+/* A page table as both kinds of request describe it. */
+struct dkv_ask_table {
+    uint32_t region, entries;
+    uint64_t offset, mask;
+    int64_t null_entry;
+    uint8_t kind, entry_bytes;
+    bool has_null;
+};
+
+/* The block's page table, if there is one. */
+enum dkv_status dkv_ask_make_table(struct dkv_ask *ask, const struct dkv_ask_table *wire,
+                                   struct dkv_block *block, struct dkv_error *err);
+
+/* Set nothing if the message names none. */
+enum dkv_status dkv_ask_take_fence(struct dkv_ask *ask, const struct dkv_wire_fence *wire,
+                                   struct dkv_error *err);
+enum dkv_status dkv_ask_take_output(struct dkv_ask *ask, const struct dkv_wire_output *wire,
+                                    struct dkv_error *err);
+
 /* ---- ask_floats.c: vectors in the bulk ---- */
 
 /* Points the block, or all blocks of the job, at them. INVALID if they are not within the bulk. */

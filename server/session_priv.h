@@ -124,6 +124,11 @@ void dkv_session_flush(struct dkv_session *session);
 /* The peer broke the protocol: one line, an error message, the end. */
 void dkv_session_violation(struct dkv_session *session, uint64_t id, const struct dkv_error *err);
 
+/* ---- session_greet.c ---- */
+
+/* Answers the first message, or ends the session. */
+void dkv_session_greet(struct dkv_session *session, const struct dkv_wire_conn_message *message);
+
 /* ---- session_objects.c ---- */
 
 enum dkv_status dkv_slots_init(struct dkv_slots *slots, uint32_t n);
