@@ -6,13 +6,11 @@
  * failure ends the command: half a report would be taken for a whole one.
  */
 #include "client/cli/commands.h"
-#include "client/cli/dumps.h"
-#include "client/cli/extras.h"
+#include "client/cli/input.h"
 #include "client/cli/layers.h"
 #include "client/cli/options.h"
 #include "client/cli/report.h"
 #include "client/cli/terminal.h"
-#include "client/npy.h"
 #include "client/transport.h"
 
 #include <errno.h>
@@ -42,12 +40,6 @@ static const struct format {
 /* Everything the command line says. */
 struct options {
     char *endpoint;
-    struct dkv_block_patterns patterns;
-    char *query;
-    char *key;
-    char *value;
-    char *extras[DKV_EXTRA_ROLES];
-    char *raw_dtype;
     char *format_name;
     char *output;
     int want_scores;
@@ -58,11 +50,8 @@ struct options {
 
 struct command {
     struct options o;
-    struct dkv_dumps dumps;
-    struct dkv_dumps extra_files; /* .npy */
-    struct dkv_block_list blocks;
-    struct dkv_extra_sources sources;
-    struct dkv_extras *extras;   /* [blocks.n_blocks] */
+    struct dkv_input input;
+    struct dkv_extras *extras;   /* [input.blocks.n_blocks] */
     struct dkv_layer_set layers; /* all blocks in one request, or empty */
     struct dkv_outcome *outcomes;
     struct dropkv_client *client;
@@ -80,12 +69,6 @@ static const struct format *find_format(const char *name)
     return NULL;
 }
 
-static bool names_a_file(const char *text)
-{
-    const size_t n = strlen(text);
-    return n > 4 && strcmp(text + n - 4, ".npy") == 0;
-}
-
 static int check_options(struct options *o)
 {
     o->format = find_format(o->format_name != NULL ? o->format_name : "table");
@@ -93,12 +76,6 @@ static int check_options(struct options *o)
         dkv_complain("--format: '%s' is not one of table, json, safetensors, npy", o->format_name);
         return EX_USAGE;
     }
-    const unsigned n_named = (o->query != NULL) + (o->key != NULL) + (o->value != NULL);
-    if (n_named != 0 && n_named != 3) {
-        dkv_complain("--query, --key and --value belong together: %u of 3 given", n_named);
-        return EX_USAGE;
-    }
-    o->patterns = (struct dkv_block_patterns){o->query, o->key, o->value};
     if (o->format->binary && o->output == NULL && isatty(STDOUT_FILENO)) {
         dkv_complain("--format %s is not for a terminal: name a file with --output",
                      o->format->name);
@@ -122,113 +99,6 @@ static int read_command_line(struct command *c, poptContext context)
     if (code == EX_OK && val < -1)
         code = dkv_fail_usage(context, val);
     return code == EX_OK ? check_options(&c->o) : code;
-}
-
-/* ---- files and blocks ---- */
-
-static bool is_npy(const struct dkv_tensor_file *file)
-{
-    return file->bytes >= DKV_NPY_MAGIC_BYTES &&
-           memcmp(file->map, DKV_NPY_MAGIC, DKV_NPY_MAGIC_BYTES) == 0;
-}
-
-/* An .npy file cannot name bfloat16 or fp8: --dtype does. */
-static int name_raw_elements(struct dkv_tensor_file *file, const char *raw_dtype)
-{
-    struct dkv_error error;
-    struct dkv_tensor *tensor = &file->index.tensors[0];
-    if (!is_npy(file) || tensor->dtype != DKV_DTYPE_NONE)
-        return EX_OK;
-    if (raw_dtype == NULL) {
-        dkv_complain("%s: elements of type '%s'; if they are bf16 or fp8, say so with --dtype",
-                     file->path, tensor->type_name);
-        return EX_DATAERR;
-    }
-    const enum dkv_dtype dtype = dkv_dtype_parse(raw_dtype);
-    if (dtype == DKV_DTYPE_NONE) {
-        dkv_complain("--dtype: '%s' is not one of bf16, f8_e4m3, f8_e5m2", raw_dtype);
-        return EX_USAGE;
-    }
-    return dkv_npy_set_dtype(tensor, dtype, &error) == DKV_OK ? EX_OK
-                                                              : dkv_fail(file->path, &error);
-}
-
-/* --query, --key and --value name three .npy files, which are one block. */
-static int open_npy_block(struct command *c)
-{
-    const char *const paths[3] = {c->o.query, c->o.key, c->o.value};
-    int code = dkv_dumps_init(&c->dumps, 3);
-    if (code != EX_OK)
-        return code;
-    c->blocks.blocks = calloc(1, sizeof(c->blocks.blocks[0]));
-    if (c->blocks.blocks == NULL)
-        return dkv_fail_memory();
-    struct dkv_tensor_file *files = c->dumps.files;
-    for (unsigned i = 0; code == EX_OK && i < 3; i++) {
-        code = dkv_dumps_add(&c->dumps, paths[i]);
-        if (code == EX_OK && !is_npy(&files[i])) {
-            dkv_complain("%s: not an npy file", paths[i]);
-            code = EX_DATAERR;
-        }
-        if (code == EX_OK)
-            code = name_raw_elements(&files[i], c->o.raw_dtype);
-    }
-    if (code != EX_OK)
-        return code;
-    c->blocks.n_blocks = 1;
-    c->blocks.blocks[0] = (struct dkv_named_block){
-        .name = strdup("block"),
-        .query = &files[0].index.tensors[0],
-        .key = &files[1].index.tensors[0],
-        .value = &files[2].index.tensors[0],
-    };
-    return c->blocks.blocks[0].name == NULL ? dkv_fail_memory() : EX_OK;
-}
-
-/* What policies take: a tensor of the dumps by its name, or the one of a file. */
-static int open_extras(struct command *c)
-{
-    int code = dkv_dumps_init(&c->extra_files, DKV_EXTRA_ROLES);
-    c->sources.files = c->dumps.files;
-    c->sources.n_files = c->dumps.n_files;
-    for (unsigned i = 0; code == EX_OK && i < DKV_EXTRA_ROLES; i++) {
-        const char *name = c->o.extras[i];
-        if (name == NULL || !names_a_file(name)) {
-            c->sources.names[i] = name;
-            continue;
-        }
-        const struct dkv_tensor_file *file = &c->extra_files.files[c->extra_files.n_files];
-        code = dkv_dumps_add(&c->extra_files, name);
-        if (code == EX_OK && (c->blocks.n_blocks != 1 || !is_npy(file))) {
-            dkv_complain(is_npy(file) ? "%s: one array, and these are several blocks"
-                                      : "%s: not an npy file",
-                         name);
-            code = is_npy(file) ? EX_USAGE : EX_DATAERR;
-        }
-        if (code == EX_OK)
-            c->sources.tensors[i] = &file->index.tensors[0];
-    }
-    c->extras = calloc(c->blocks.n_blocks, sizeof(c->extras[0]));
-    return code == EX_OK && c->extras == NULL ? dkv_fail_memory() : code;
-}
-
-static int open_blocks(struct command *c, const char **paths)
-{
-    const bool npy = c->o.query != NULL && names_a_file(c->o.query);
-    if (npy && paths != NULL && paths[0] != NULL) {
-        dkv_complain("--query %s names a file, so no dump may be named beside it", c->o.query);
-        return EX_USAGE;
-    }
-    int code = npy ? open_npy_block(c)
-                   : dkv_dumps_open(&c->dumps, "score", paths, &c->o.patterns, &c->blocks);
-    if (code == EX_OK)
-        code = open_extras(c);
-    if (code == EX_OK && c->o.format->one_block && c->blocks.n_blocks != 1) {
-        dkv_complain("--format npy holds one block, these are %zu; use safetensors",
-                     c->blocks.n_blocks);
-        return EX_USAGE;
-    }
-    return code;
 }
 
 /* ---- scoring ---- */
@@ -258,7 +128,7 @@ static const char *given(const struct command *c, const char *name)
 static bool one_request(const struct command *c)
 {
     const char *layers = given(c, "layers");
-    return layers != NULL && strcmp(layers, "cake") == 0 && c->blocks.n_blocks > 1;
+    return layers != NULL && strcmp(layers, "cake") == 0 && c->input.blocks.n_blocks > 1;
 }
 
 /* Blocks that are requests of their own are told which layer each is, for budgets by layer. */
@@ -268,17 +138,17 @@ static size_t name_layer(const struct command *c, size_t i, struct dropkv_param 
     const size_t n = c->o.params.n_params;
     memcpy(params, c->o.params.params, n * sizeof(*params));
     if (layers == NULL || strcmp(layers, "uniform") == 0 || given(c, "layer") != NULL ||
-        given(c, "n_layers") != NULL || c->blocks.n_blocks == 1)
+        given(c, "n_layers") != NULL || c->input.blocks.n_blocks == 1)
         return n;
     params[n] = dropkv_int("layer", (int64_t)i);
-    params[n + 1] = dropkv_int("n_layers", (int64_t)c->blocks.n_blocks);
+    params[n + 1] = dropkv_int("n_layers", (int64_t)c->input.blocks.n_blocks);
     return n + 2;
 }
 
 /* What a request has beside its tensors. */
 static void note_request(struct command *c, size_t i, const struct dropkv_request *request)
 {
-    c->outcomes[i].name = c->blocks.blocks[i].name;
+    c->outcomes[i].name = c->input.blocks.blocks[i].name;
     c->outcomes[i].q_heads = request->q_heads;
     note_classes(&c->outcomes[i], request);
 }
@@ -292,10 +162,10 @@ static int score_layers(struct command *c)
     request.params = c->o.params.params;
     request.n_params = c->o.params.n_params;
     request.want_scores = c->o.want_scores;
-    enum dkv_status status = dkv_layers_request(&c->blocks, &request, &c->layers, &error);
+    enum dkv_status status = dkv_layers_request(&c->input.blocks, &request, &c->layers, &error);
     if (status == DKV_OK) /* those of the first show what the policy does not take */
-        status = dkv_extras_add(&c->sources, &c->blocks.blocks[0], given(c, "policy"), &request,
-                                &c->extras[0], &error);
+        status = dkv_extras_add(&c->input.sources, &c->input.blocks.blocks[0], given(c, "policy"),
+                                &request, &c->extras[0], &error);
     if (status == DKV_OK)
         status = (enum dkv_status)dropkv_score(c->client, &request, &result,
                                                (struct dropkv_error *)&error);
@@ -303,7 +173,7 @@ static int score_layers(struct command *c)
         status = dkv_layers_divide(&c->layers, result, &error);
     if (status != DKV_OK)
         return dkv_fail(NULL, &error);
-    for (size_t i = 0; i < c->blocks.n_blocks; i++) {
+    for (size_t i = 0; i < c->input.blocks.n_blocks; i++) {
         note_request(c, i, &request);
         c->outcomes[i].result = &c->layers.parts[i];
     }
@@ -314,15 +184,15 @@ static int submit_block(struct command *c, size_t i)
 {
     struct dropkv_param params[DKV_PARAM_COUNT + 2];
     struct dkv_error error;
-    const struct dkv_named_block *block = &c->blocks.blocks[i];
+    const struct dkv_named_block *block = &c->input.blocks.blocks[i];
     struct dropkv_request request = DROPKV_REQUEST_INIT;
     request.params = params;
     request.n_params = name_layer(c, i, params);
     request.want_scores = c->o.want_scores;
     request.user = &c->outcomes[i];
     if (dkv_block_request(block, &request, &error) != DKV_OK ||
-        dkv_extras_add(&c->sources, block, given(c, "policy"), &request, &c->extras[i], &error) !=
-            DKV_OK)
+        dkv_extras_add(&c->input.sources, block, given(c, "policy"), &request, &c->extras[i],
+                       &error) != DKV_OK)
         return dkv_fail(block->name, &error);
     note_request(c, i, &request);
     if (dropkv_submit(c->client, &request, NULL, (struct dropkv_error *)&error) != DROPKV_OK)
@@ -361,7 +231,7 @@ static int collect(struct command *c, size_t *n_done)
 static int score_all(struct command *c)
 {
     struct dkv_progress progress;
-    const size_t n = c->blocks.n_blocks;
+    const size_t n = c->input.blocks.n_blocks;
     size_t n_sent = 0;
     size_t n_done = 0;
     int code = EX_OK;
@@ -398,7 +268,7 @@ static int write_npy_scores(const struct dkv_report *report, const char *path)
 {
     char *scores_path = NULL;
     const size_t n = strlen(path);
-    const int stem = names_a_file(path) ? (int)n - 4 : (int)n;
+    const int stem = dkv_names_npy(path) ? (int)n - 4 : (int)n;
     if (asprintf(&scores_path, "%.*s.scores.npy", stem, path) < 0)
         return dkv_fail_memory();
     const int code = write_report(report, dkv_report_npy_scores, scores_path);
@@ -411,7 +281,7 @@ static int print_all(const struct command *c)
     const struct dkv_report report = {
         .endpoint = c->endpoint,
         .outcomes = c->outcomes,
-        .n_outcomes = c->blocks.n_blocks,
+        .n_outcomes = c->input.blocks.n_blocks,
         .elapsed_ns = (uint64_t)(dkv_now_ns() - c->start_ns),
         .per_head = c->o.by_head != 0,
     };
@@ -426,11 +296,17 @@ static int print_all(const struct command *c)
 static int run(struct command *c, const char **paths)
 {
     struct dkv_error error;
-    int code = open_blocks(c, paths);
+    int code = dkv_input_open(&c->input, paths);
+    const size_t n = c->input.blocks.n_blocks;
     if (code != EX_OK)
         return code;
-    c->outcomes = calloc(c->blocks.n_blocks, sizeof(c->outcomes[0]));
-    if (c->outcomes == NULL)
+    if (c->o.format->one_block && n != 1) {
+        dkv_complain("--format npy holds one block, these are %zu; use safetensors", n);
+        return EX_USAGE;
+    }
+    c->outcomes = calloc(n, sizeof(c->outcomes[0]));
+    c->extras = calloc(n, sizeof(c->extras[0]));
+    if (c->outcomes == NULL || c->extras == NULL)
         return dkv_fail_memory();
     if (dkv_open_endpoint(c->o.endpoint, NULL, &c->client, &c->endpoint, &error) != DKV_OK)
         return dkv_fail(c->o.endpoint, &error);
@@ -442,25 +318,17 @@ static int run(struct command *c, const char **paths)
 static void command_fini(struct command *c)
 {
     dropkv_client_close(c->client);
-    for (size_t i = 0; c->outcomes != NULL && i < c->blocks.n_blocks && c->layers.parts == NULL;
-         i++)
+    for (size_t i = 0;
+         c->outcomes != NULL && i < c->input.blocks.n_blocks && c->layers.parts == NULL; i++)
         dropkv_result_free((struct dropkv_result *)(uintptr_t)c->outcomes[i].result);
     dkv_layers_fini(&c->layers);
     free(c->outcomes);
-    for (size_t i = 0; c->extras != NULL && i < c->blocks.n_blocks; i++)
+    for (size_t i = 0; c->extras != NULL && i < c->input.blocks.n_blocks; i++)
         dkv_extras_fini(&c->extras[i]);
     free(c->extras);
-    dkv_block_list_fini(&c->blocks);
-    dkv_dumps_fini(&c->dumps);
-    dkv_dumps_fini(&c->extra_files);
+    dkv_input_fini(&c->input);
     dkv_param_options_fini(&c->o.params);
     free(c->o.endpoint);
-    free(c->o.query);
-    free(c->o.key);
-    free(c->o.value);
-    for (unsigned i = 0; i < DKV_EXTRA_ROLES; i++)
-        free(c->o.extras[i]);
-    free(c->o.raw_dtype);
     free(c->o.format_name);
     free(c->o.output);
 }
@@ -469,16 +337,17 @@ int dkv_cmd_score(int argc, const char **argv)
 {
     struct command c = {0};
     struct options *o = &c.o;
+    struct dkv_input *from = &c.input;
     // clang-format off
     struct poptOption input[] = {
-        {"query", 0, POPT_ARG_STRING, &o->query, 0, "Name of the query tensors; {} stands for the layer. Or a .npy file", "NAME"},
-        {"key", 0, POPT_ARG_STRING, &o->key, 0, "The same for the keys", "NAME"},
-        {"value", 0, POPT_ARG_STRING, &o->value, 0, "The same for the values", "NAME"},
-        {"token-weight", 0, POPT_ARG_STRING, &o->extras[DKV_ROLE_TOKEN_WEIGHT], 0, "What criticalkv takes, F32 [B,Hkv,n]; likewise a name or a .npy file [PREFIXtoken_weight]", "NAME"},
-        {"carry-in", 0, POPT_ARG_STRING, &o->extras[DKV_ROLE_CARRY_IN], 0, "What h2o and kvzip take, F32 [B,Hkv,n]: the scores of the call before [PREFIXcarry_in]", "NAME"},
-        {"external-scores", 0, POPT_ARG_STRING, &o->extras[DKV_ROLE_EXTERNAL_SCORES], 0, "What external selects by, F32 [B,Hkv,n] [PREFIXexternal_scores]", "NAME"},
-        {"value-metric", 0, POPT_ARG_STRING, &o->extras[DKV_ROLE_VALUE_METRIC], 0, "What restkv takes, F32 [Hq,Dv,Dv] [PREFIXvalue_metric]", "NAME"},
-        {"dtype", 0, POPT_ARG_STRING, &o->raw_dtype, 0, "What raw .npy elements are: bf16, f8_e4m3 or f8_e5m2", "TYPE"},
+        {"query", 0, POPT_ARG_STRING, &from->query, 0, "Name of the query tensors; {} stands for the layer. Or a .npy file", "NAME"},
+        {"key", 0, POPT_ARG_STRING, &from->key, 0, "The same for the keys", "NAME"},
+        {"value", 0, POPT_ARG_STRING, &from->value, 0, "The same for the values", "NAME"},
+        {"token-weight", 0, POPT_ARG_STRING, &from->extras[DKV_ROLE_TOKEN_WEIGHT], 0, "What criticalkv takes, F32 [B,Hkv,n]; likewise a name or a .npy file [PREFIXtoken_weight]", "NAME"},
+        {"carry-in", 0, POPT_ARG_STRING, &from->extras[DKV_ROLE_CARRY_IN], 0, "What h2o and kvzip take, F32 [B,Hkv,n]: the scores of the call before [PREFIXcarry_in]", "NAME"},
+        {"external-scores", 0, POPT_ARG_STRING, &from->extras[DKV_ROLE_EXTERNAL_SCORES], 0, "What external selects by, F32 [B,Hkv,n] [PREFIXexternal_scores]", "NAME"},
+        {"value-metric", 0, POPT_ARG_STRING, &from->extras[DKV_ROLE_VALUE_METRIC], 0, "What restkv takes, F32 [Hq,Dv,Dv] [PREFIXvalue_metric]", "NAME"},
+        {"dtype", 0, POPT_ARG_STRING, &from->raw_dtype, 0, "What raw .npy elements are: bf16, f8_e4m3 or f8_e5m2", "TYPE"},
         POPT_TABLEEND,
     };
     struct poptOption output[] = {
