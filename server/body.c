@@ -7,6 +7,12 @@
  * second, since prompts arrive as a series of equal bodies, layer after layer. What is in a warm
  * range is another request's data; nothing reads a body beyond the bytes it received.
  *
+ * Of what the processor does for a body of 256 MiB, some 90 ms, an eighth is the copy here and
+ * nearly all else the network stack's; a cold one costs 160 ms more. Tried and no better: writing
+ * new pages by pwrite(), which spares clearing them, saves 60 ms for a cold body and costs 70 for
+ * the next one, which finds them unmapped; fallocate() first changes nothing. Larger reads spare
+ * system calls, but the HTTP library clears its whole buffer for every request.
+ *
  * Charging is by bytes, not by ranges: a client that announces a length is charged for it before
  * its first byte arrives, so that accepted bodies always fit; a chunked one is charged in steps.
  */
