@@ -281,17 +281,29 @@ static int promise_head(struct command *c, size_t layer, const struct dkv_output
     return EX_OK;
 }
 
+/* What of the caller's parameters the outputs depend on. */
+static size_t attention_params(const struct command *c, struct dropkv_param *params)
+{
+    size_t n = 0;
+    params[n++] = dropkv_int("window", c->table.rows);
+    for (size_t i = 0; i < c->params.n_params; i++)
+        if (strcmp(c->params.params[i].name, "scale") == 0 ||
+            strcmp(c->params.params[i].name, "logit_softcap") == 0)
+            params[n++] = c->params.params[i];
+    return n;
+}
+
 /* The block's outputs, computed once for all policies. */
 static int compare_block(struct command *c, size_t layer)
 {
     const struct dkv_named_block *block = &c->blocks.blocks[layer];
-    const struct dropkv_param rows[] = {dropkv_int("window", c->table.rows)};
+    struct dropkv_param params[DKV_PARAM_COUNT + 1];
     struct dropkv_request request = DROPKV_REQUEST_INIT;
     struct dkv_call call = {0};
     struct dkv_error error;
     int code = EX_OK;
-    request.params = rows;
-    request.n_params = 1;
+    request.params = params;
+    request.n_params = attention_params(c, params);
     if (dkv_block_request(block, &request, &error) != DKV_OK ||
         dkv_call_init(&call, &request, &error) != DKV_OK) {
         code = dkv_fail(block->name, &error);
@@ -302,7 +314,8 @@ static int compare_block(struct command *c, size_t layer)
     if (outputs == NULL)
         code = dkv_fail_memory();
     for (uint32_t b = 0; code == EX_OK && b < call.request.n_blocks; b++)
-        if (dkv_outputs_new(&call.blocks[b], &call.plans[b], &outputs[b], &error) != DKV_OK)
+        if (dkv_outputs_new(&call.blocks[b], &call.plans[b], call.request.params.logit_softcap,
+                            &outputs[b], &error) != DKV_OK)
             code = dkv_fail(block->name, &error);
     if (code == EX_OK)
         code = compare_all(c, layer, outputs);

@@ -53,7 +53,8 @@ static void attend(const struct dkv_outputs *o, const struct dkv_block *block,
         double z = 0;
         for (uint32_t d = 0; d < block->head_dim; d++)
             z += (double)query[d] * (double)key[j * block->head_dim + d];
-        p[j] = z * plan->scale;
+        z *= plan->scale;
+        p[j] = o->softcap > 0 ? o->softcap * tanh(z / o->softcap) : z;
         max = p[j] > max ? p[j] : max;
     }
     for (uint64_t j = block->valid_from; j <= last; j++) {
@@ -94,7 +95,8 @@ static enum dkv_status fill(struct dkv_outputs *o, const struct dkv_block *block
 }
 
 enum dkv_status dkv_outputs_new(const struct dkv_block *block, const struct dkv_plan *plan,
-                                struct dkv_outputs **out, struct dkv_error *err)
+                                double logit_softcap, struct dkv_outputs **out,
+                                struct dkv_error *err)
 {
     struct dkv_outputs *o = calloc(1, sizeof(*o));
     const size_t all_rows = (size_t)block->q_heads * plan->window, n = block->n_tokens;
@@ -108,6 +110,7 @@ enum dkv_status dkv_outputs_new(const struct dkv_block *block, const struct dkv_
             .group = plan->group,
             .rows = plan->window,
             .v_dim = plan->v_dim,
+            .softcap = logit_softcap,
             .p = calloc(all_rows * n, sizeof(double)),
             .all = calloc(all_rows * plan->v_dim, sizeof(double)),
             .value = calloc(block->kv_heads * n * plan->v_dim, sizeof(float))};

@@ -15,14 +15,16 @@ struct dkv_outputs {
     uint64_t n, first;    /* stored tokens; the first valid one */
     uint32_t group, rows; /* query heads of a KV head, rows of each */
     uint32_t v_dim;
-    double *p;    /* [kv_heads * group * rows][n], 0 where not visible */
-    double *all;  /* [kv_heads * group * rows][v_dim] */
-    float *value; /* [kv_heads][n][v_dim] */
+    double softcap; /* of logits; 0: none */
+    double *p;      /* [kv_heads * group * rows][n], 0 where not visible */
+    double *all;    /* [kv_heads * group * rows][v_dim] */
+    float *value;   /* [kv_heads][n][v_dim] */
 };
 
 /* `plan` is the gate's, with window = rows. */
 enum dkv_status dkv_outputs_new(const struct dkv_block *block, const struct dkv_plan *plan,
-                                struct dkv_outputs **out, struct dkv_error *err);
+                                double logit_softcap, struct dkv_outputs **out,
+                                struct dkv_error *err);
 void dkv_outputs_free(struct dkv_outputs *outputs); /* NULL is fine */
 
 /* Sums over query heads and rows; n is how many there were. */

@@ -244,6 +244,16 @@ class Policies(unittest.TestCase):
         self.assertIn("cone of dropkv", table.stdout)
         self.assertIn("of 48 subsets", table.stdout)
 
+    def test_compare_takes_the_attention_it_is_told(self):
+        """Logits that are all but equal, by their scale or by their cap."""
+        errors = []
+        for options in ((), ("--scale", "1e-6"), ("--logit-softcap", "1e-3")):
+            done = self.compare("--policies", "streaming", "--keep-ratio", "0.1", "--format", "json", *options)
+            self.assertEqual(done.returncode, 0, done.stderr)
+            errors.append(json.loads(done.stdout)["results"][0]["squared_error"])
+        self.assertAlmostEqual(errors[1], errors[2], delta=0.01 * errors[1])
+        self.assertNotAlmostEqual(errors[0], errors[1], delta=0.1 * errors[0])
+
     def test_compare_keeps_all_without_an_error(self):
         done = self.compare("--policies", "all", "--keep-ratio", "1", "--format", "json")
         self.assertEqual(done.returncode, 0, done.stderr)
