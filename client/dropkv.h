@@ -550,7 +550,10 @@ struct dropkv_prompt {
 
     /* Where the answer goes: room for keep_indices, then scores if wanted, at a multiple of 4 of a
      * buffer that was given to dropkv_client_add_output(). The result's arrays point there, until
-     * something else is written there. NULL: into memory of the result's own. */
+     * something else is written there. The daemon's worker writes it, without a copy in between:
+     * for answers of 100 KB and more that is quicker. After a cancel or TIMEOUT it may still be
+     * written until dropkv_client_detach_buffer() has returned. NULL: into memory of the result's
+     * own. */
     const struct dropkv_buffer *output;
     size_t output_offset;
     size_t output_bytes;

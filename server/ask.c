@@ -136,10 +136,30 @@ static enum dkv_status check_rings(const struct dkv_job *job, struct dkv_error *
                          total, DKV_RING_BYTES_MAX / 2);
 }
 
+/* Workers write an answer to where the client wants it, if they have that mapped. Not one whose
+ * blocks are moved together when their lengths are known, nor one that the status page looks at. */
+static void aim(struct dkv_ask *ask)
+{
+    const struct dkv_job *job = ask->job;
+    bool ragged = false;
+    if (ask->output == NULL || ask->output->loan->loose || ask->server->streams.strips ||
+        ask->output_offset % sizeof(int32_t) != 0 ||
+        ask->output->loan->offset % sizeof(int32_t) != 0)
+        return;
+    for (uint32_t i = 0; i < job->request.n_blocks; i++)
+        ragged = ragged || job->plans[i].ragged;
+    if (ragged)
+        return;
+    ask->job->target = ask->output->loan;
+    ask->job->target_offset = ask->output_offset;
+}
+
 static enum dkv_status finish(struct dkv_ask *ask, struct dkv_error *err)
 {
     struct dkv_job *job = ask->job;
     enum dkv_status status = dkv_request_validate(&job->request, job->plans, err);
+    if (status == DKV_OK)
+        aim(ask);
     if (status == DKV_OK)
         status = check_rings(ask->job, err);
     if (status == DKV_OK)

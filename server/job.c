@@ -199,7 +199,8 @@ void dkv_job_free(struct dkv_job *job)
         return;
     dkv_job_release_inputs(job);
     dkv_oip_infer_fini(&job->infer);
-    dkv_arena_free(job->arena, job->keep, job->output_bytes, job->output_bytes);
+    dkv_arena_free(job->arena, job->keep, job->output_bytes,
+                   job->target == NULL || job->degraded ? job->output_bytes : 0);
     dkv_charge_end(&job->charge);
     free(job);
 }

@@ -85,6 +85,12 @@ struct dkv_job {
     int32_t *offsets; /* [n_heads+1] behind the scores, where heads' indices begin; NULL unless the
                          answer is ragged or that is asked for */
     bool ragged;      /* blocks and heads may keep different numbers of tokens */
+
+    /* Memory of the client's that the workers write the answer to, in the same order; NULL: the
+     * arena. `keep` and `scores` are not written then, unless the answer is one of recency. */
+    struct dkv_loan *target;
+    uint64_t target_offset;
+
     uint64_t output_bytes;    /* of all of it */
     uint64_t n_stored_tokens; /* of all blocks: what a batch is limited by */
     uint64_t n_scored_tokens; /* valid tokens times KV heads, of all blocks */

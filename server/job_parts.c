@@ -107,22 +107,34 @@ static enum dkv_status assign(struct dkv_job *job, struct dkv_admission_part *pa
 
 /* Where a block's answer goes: all one after the other. */
 struct cursor {
+    uint32_t memory;
     uint64_t keep, scores, counts;
 };
+
+static struct cursor first_place(const struct dkv_job *job)
+{
+    const bool in_arena = job->target == NULL;
+    struct cursor at = {in_arena ? DKV_LINK_IN_ARENA : job->target->number,
+                        in_arena ? dkv_arena_offset(job->arena, job->keep) : job->target_offset, 0,
+                        0};
+    at.scores = at.keep + job->n_keep * sizeof(*job->keep);
+    at.counts = at.scores + job->n_scores * sizeof(*job->scores) + sizeof(*job->offsets);
+    return at;
+}
 
 static void place_outputs(const struct dkv_job *job, uint32_t i, struct cursor *at,
                           struct dkv_link_block *packed)
 {
     const uint64_t heads = job->blocks[i].kv_heads;
-    packed->keep = (struct dkv_link_addr){DKV_LINK_IN_ARENA, at->keep};
+    packed->keep = (struct dkv_link_addr){at->memory, at->keep};
     at->keep += job->plans[i].keep_capacity * sizeof(*job->keep);
     if (job->offsets != NULL) {
-        packed->counts = (struct dkv_link_addr){DKV_LINK_IN_ARENA, at->counts};
+        packed->counts = (struct dkv_link_addr){at->memory, at->counts};
         at->counts += heads * sizeof(*job->offsets);
     }
     if (job->n_scores == 0)
         return;
-    packed->scores = (struct dkv_link_addr){DKV_LINK_IN_ARENA, at->scores};
+    packed->scores = (struct dkv_link_addr){at->memory, at->scores};
     at->scores += job->blocks[i].n_tokens * heads * sizeof(*job->scores);
 }
 
@@ -187,11 +199,7 @@ static enum dkv_status write_all(struct dkv_job *job, const uint32_t *part_of,
     free(ranges);
     if (status != DKV_OK)
         return status;
-    struct cursor at = {.keep = dkv_arena_offset(job->arena, job->keep)};
-    if (job->n_scores > 0)
-        at.scores = dkv_arena_offset(job->arena, job->scores);
-    if (job->offsets != NULL)
-        at.counts = dkv_arena_offset(job->arena, job->offsets + 1);
+    struct cursor at = first_place(job);
     uint32_t n_placed[DKV_ADMISSION_LANES_MAX] = {0};
     for (uint32_t i = 0; i < job->request.n_blocks; i++) {
         const uint32_t p = part_of != NULL ? part_of[i] : 0;

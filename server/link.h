@@ -70,7 +70,8 @@ struct dkv_link_loan {
     uint64_t offset; /* of the file, the allocation, the reservation: where the loan starts */
     uint64_t bytes;
     enum dkv_link_memory memory;
-    bool loose; /* HOST: to be read by pread() */
+    bool loose;    /* HOST: to be read by pread() */
+    bool writable; /* HOST, not loose: answers may be written there */
     uint32_t n_chunks;
     struct dkv_link_key key; /* CUDA_LEGACY */
 };

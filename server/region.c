@@ -38,8 +38,8 @@ static enum dkv_status lend_file(struct dkv_region *region, const struct dkv_wir
                                "writing");
     if (status != DKV_OK)
         return status;
-    return dkv_backend_attach(region->backend, fd, wire->offset, wire->bytes, on_attached, region,
-                              &region->loan, err);
+    return dkv_backend_attach(region->backend, fd, wire->offset, wire->bytes, wire->writable != 0,
+                              on_attached, region, &region->loan, err);
 }
 
 static enum dkv_status lend_name(struct dkv_region *region, const struct dkv_region_source *source,

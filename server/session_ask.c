@@ -60,7 +60,8 @@ static void submit(struct dkv_ask *ask)
     struct dkv_backend_refusal refusal = {0};
     struct dkv_job *job = ask->job;
     job->done = on_job_done;
-    job->overdue = on_job_overdue;
+    job->overdue = job->target == NULL ? on_job_overdue
+                                       : NULL; /* no answer before the last write */
     job->owner = ask;
     job->entry.arrival_us = ask->started_ns / 1000;
     ask->phase = DKV_ASK_QUEUED;
@@ -284,7 +285,8 @@ static void end_ask(struct dkv_ask *ask)
     dkv_list_remove(&ask->node);
     if (session == NULL)
         ask->error.status = DKV_E_CANCELLED;
-    else if (ask->error.status == DKV_OK && ask->output != NULL)
+    else if (ask->error.status == DKV_OK && ask->output != NULL &&
+             (ask->job->target == NULL || ask->job->degraded))
         dkv_region_write(ask->output, ask->output_offset, ask->job->keep, dkv_ask_answer_bytes(ask),
                          &ask->error);
     count_answer(ask);

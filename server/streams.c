@@ -194,7 +194,7 @@ void dkv_stream_answered(struct dkv_streams *streams, struct dkv_stream *stream,
     stream->queue_us = (job->started_ns - job->queued_ns) / 1000;
     stream->device_us = (job->finished_ns - job->started_ns) / 1000;
     stream->total_us = total_ns / 1000;
-    if (streams->strips)
+    if (streams->strips && (job->target == NULL || job->degraded))
         take_strip(stream, job);
 }
 

@@ -304,6 +304,7 @@ void dkv_worker_attach(struct dkv_worker *worker, const struct dkv_loan *loan)
         .bytes = loan->bytes,
         .memory = loan->memory,
         .loose = loan->loose,
+        .writable = loan->writable,
         .n_chunks = loan->n_chunks,
         .key = loan->key,
     };

@@ -96,7 +96,7 @@ static struct dkv_link_job *job_at(const struct worker *worker, const struct bat
 
 static void *output(const struct worker *worker, const struct dkv_link_addr *addr)
 {
-    return addr->memory == DKV_LINK_IN_ARENA ? worker->memory.arena + addr->offset : NULL;
+    return dkv_worker_memory_output(&worker->memory, addr);
 }
 
 /* Query rows around the end of a ring on the device. */
@@ -121,7 +121,8 @@ static void add_items(struct worker *worker, struct batch *batch, struct dkv_lin
         packed->status = DKV_OK;
         packed->error = (struct dkv_error){0};
         packed->nonfinite = false;
-        if (!dkv_link_unpack(packed, dkv_worker_memory_find, &worker->memory, block))
+        if (!dkv_link_unpack(packed, dkv_worker_memory_find, &worker->memory, block) ||
+            output(worker, &packed->keep) == NULL)
             packed->status = dkv_error_set(&packed->error, DKV_E_NOT_FOUND,
                                            "a region of this request was lost with its worker and "
                                            "must be registered anew");

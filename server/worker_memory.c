@@ -103,8 +103,9 @@ static enum dkv_status attach_file(struct dkv_worker_memory *memory, struct dkv_
     if (loan->loose) {
         status = make_shadow(held, loan, err);
     } else {
-        status = dkv_memfd_map(fd, loan->offset, loan->bytes, false, &base, err);
+        status = dkv_memfd_map(fd, loan->offset, loan->bytes, loan->writable, &base, err);
         held->base = base;
+        held->writable = loan->writable;
     }
     if (status != DKV_OK || !loan->loose) {
         close(fd);
@@ -209,6 +210,17 @@ const void *dkv_worker_memory_find(void *owner, uint32_t number)
         return memory->arena;
     const struct dkv_held *held = dkv_worker_memory_held(memory, number);
     return held != NULL ? held->base : NULL;
+}
+
+void *dkv_worker_memory_output(const struct dkv_worker_memory *memory,
+                               const struct dkv_link_addr *at)
+{
+    if (at->memory == DKV_LINK_IN_ARENA)
+        return memory->arena + at->offset;
+    const uint32_t index = at->memory - DKV_LINK_LOANS;
+    if (at->memory < DKV_LINK_LOANS || index >= memory->n_held || !memory->held[index].writable)
+        return NULL;
+    return memory->held[index].base + at->offset;
 }
 
 void dkv_worker_memory_idle(struct dkv_worker_memory *memory)

@@ -1,9 +1,10 @@
 /* A worker's side of memory: the arena and the clients' loans, by number.
  *
- * A sealed loan is mapped read-only. A loose one gets a shadow: as many addresses of the worker's
- * own, without memory behind them until read. Before a batch the very bytes that its blocks read
- * are copied there by pread(), each to its own offset, so that every layout works as in a mapping,
- * and whatever the owner does to the file meanwhile is at worst an error of his own request.
+ * A sealed loan is mapped, read-only unless answers may go there. A loose one gets a shadow: as
+ * many addresses of the worker's own, without memory behind them until read. Before a batch the
+ * very bytes that its blocks read are copied there by pread(), each to its own offset, so that
+ * every layout works as in a mapping, and whatever the owner does to the file meanwhile is at worst
+ * an error of his own request.
  *
  * Owner   the worker's main().
  * Thread  the worker's own; large reads are shared with readers.
@@ -20,6 +21,7 @@ struct dkv_held {
     uint64_t bytes;
     uint64_t offset; /* of the file */
     int fd;          /* loose: kept for reading; else -1 */
+    bool writable;
     uint64_t staged_bytes;
     struct dkv_readers *readers;   /* the worker's */
     struct dkv_imported *imported; /* GPU memory, `base` is the device's; else NULL */
@@ -60,6 +62,10 @@ bool dkv_worker_memory_detach(struct dkv_worker_memory *memory, uint32_t number)
 
 /* A dkv_link_find_fn; owner is the dkv_worker_memory. */
 const void *dkv_worker_memory_find(void *owner, uint32_t number);
+
+/* Where an output goes; NULL if it is nowhere, or in memory that is not there to be written. */
+void *dkv_worker_memory_output(const struct dkv_worker_memory *memory,
+                               const struct dkv_link_addr *at);
 
 /* The loan of that number; NULL if that is not a loan's. */
 struct dkv_held *dkv_worker_memory_held(struct dkv_worker_memory *memory, uint32_t number);

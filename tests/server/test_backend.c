@@ -210,8 +210,8 @@ static struct dkv_loan *lend(struct world *world, int fd, uint64_t offset, uint6
     struct dkv_loan *loan;
     struct dkv_error err;
     bool attached = false;
-    if (dkv_backend_attach(world->backend, fd, offset, bytes, note_attached, &attached, &loan,
-                           &err) != DKV_OK)
+    if (dkv_backend_attach(world->backend, fd, offset, bytes, false, note_attached, &attached,
+                           &loan, &err) != DKV_OK)
         fail_msg("%s", err.text);
     while (!attached)
         turn(world);
@@ -487,7 +487,7 @@ static void what_is_no_memory_or_too_small_is_refused(void **state)
     const unsigned fds = count_entries(getpid(), "fd");
     for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++)
         assert_int_equal(dkv_backend_attach(world.backend, rows[i].fd, rows[i].offset,
-                                            rows[i].bytes, NULL, NULL, &loan, &err),
+                                            rows[i].bytes, false, NULL, NULL, &loan, &err),
                          DKV_E_INVALID);
     assert_int_equal(count_entries(getpid(), "fd"), fds);
     close(ends[0]);

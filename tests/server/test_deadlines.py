@@ -80,6 +80,25 @@ class Work(unittest.TestCase):
             self.check_end(daemon)
             self.assertEqual(client.ask(wire.PING, struct.pack("<Q", 8)).kind, wire.PONG, "no second answer")
 
+    def test_what_is_written_to_the_callers_memory_is_answered_after_the_last_write(self):
+        tensors = infer_body(**LONG)[1]
+        query, cache = 8 * 64 * 128 * 4, 65536 * 128 * 4
+        with SocketDaemon(DROPKVD, *SLOW_ENGINE) as daemon, wire.Client(daemon.path) as client, \
+                wire.Memory(len(tensors)) as memory, wire.Memory(4096) as place:
+            memory.map[:] = tensors
+            number = client.add_memfd(memory.fd, len(tensors))
+            output = client.add_memfd(place.fd, 4096, writable=1)
+            block = wire.block([wire.view(number, 0, 512, 64 * 512), wire.view(number, query, 512, cache),
+                                wire.view(number, query + cache, 512, cache)],
+                               q_heads=8, dim=128, rows=64, tokens=65536)
+            params = (wire.integer(wire.WINDOW, 64) + wire.integer(wire.KEEP_TOKENS, 64) +
+                      wire.integer(wire.TIMEOUT_PARAM, 100000))
+            message = wire.score_blocks([block], params, output=(output, 0, 4096))
+            status, text = client.ask(wire.SCORE_BLOCKS, message).error()
+            self.assertEqual(status, wire.TIMEOUT, text)
+            self.assertEqual(daemon.metrics()[RUNNING], 0, "told while a worker may write")
+            self.check_end(daemon)
+
     def test_a_session_that_ends_after_it_was_told_gives_everything_back(self):
         tensors = infer_body(**LONG)[1]
         query, cache = 8 * 64 * 128 * 4, 65536 * 128 * 4

@@ -130,6 +130,22 @@ class Served(unittest.TestCase):
                     counted[index // 2] += 1
                 self.assertEqual(stream["keep_set"], [50 * n for n in counted])
 
+    def test_an_answer_in_the_callers_memory_has_its_positions_too(self):
+        data = infer_body(tokens=96)[1]
+        views = [wire.view(1, 0, 32, 8 * 32), wire.view(1, 512, 32, 96 * 32), wire.view(1, 512 + 96 * 32, 32, 96 * 32)]
+        with SocketDaemon(DROPKVD, "--show-keep-sets") as daemon, Client(daemon.path) as client, \
+                Memory(len(data)) as memory, Memory(4096) as place:
+            memory.map[:] = data
+            client.add_memfd(memory.fd, len(data))
+            output = client.add_memfd(place.fd, 4096, writable=1)
+            message = wire.score_blocks([wire.block(views, tokens=96)], wire.real(wire.KEEP_RATIO, 0.25), output=(output, 0, 4096))
+            (kept,) = client.ask(wire.SCORE_BLOCKS, message).keep(place.map[:4096])
+            (stream,) = daemon.get("/v2/models/dropkv/stats").json()["model_stats"][0]["dropkv"]["streams"]["heaviest"]
+            self.assertEqual(len(kept), 24)
+            parts = [range(part * 96 // 64, (part + 1) * 96 // 64) for part in range(64)]
+            self.assertEqual(stream["keep_set"],
+                             [100 * len(set(part) & set(kept)) // len(part) for part in parts])
+
     def test_a_token_is_needed_and_a_browser_can_send_one(self):
         """As a password under any name, where nothing but looking is possible; elsewhere only as a bearer."""
         token = "t" * 43

@@ -214,6 +214,25 @@ class Answers(unittest.TestCase):
             message = wire.score_blocks([inline_block(0, number)], PARAMS, output=(region, offset, room))
             self.assertEqual(client.ask(wire.SCORE_BLOCKS, message).error()[0], status)
 
+    def worker_maps(self):
+        """What a worker may do with each mapping of a client's memory."""
+        with open("/proc/%d/maps" % self.daemon.processes()[1], encoding="ascii") as file:
+            return [line.split()[1] for line in file if "memfd:test" in line]
+
+    def test_workers_write_results_where_they_may_and_nowhere_else(self):
+        client = self.client()
+        number = client.add_memfd(self.memory(tensors()).fd, len(tensors()))
+        self.assertEqual(self.worker_maps(), ["r--s"])
+        for sealed, offset in ((True, 128), (True, 129), (False, 128)):
+            place = self.memory(b"\xee" * 4096, sealed=sealed)
+            output = client.add_memfd(place.fd, 4096, writable=1)
+            self.assertEqual(sorted(self.worker_maps()), ["r--s", "rw-s"] if sealed else ["r--s"])
+            message = wire.score_blocks([inline_block(0, number)], PARAMS, output=(output, offset, 96))
+            answer = client.ask(wire.SCORE_BLOCKS, message)
+            self.assertEqual(answer.keep(place.map[offset : offset + 96]), [self.expected], (sealed, offset))
+            self.assertEqual(place.map[:offset] + place.map[offset + 96 :], b"\xee" * 4000)
+            client.ask(wire.REGION_DROP, struct.pack("<II", output, 0)).object()
+
     def test_a_request_waits_for_its_fence_and_not_beyond_its_deadline(self):
         client = self.client()
         memory = self.memory(bytes(len(tensors())))
