@@ -28,7 +28,7 @@ extern "C" {
  * status, error   written by the engine. On anything but DKV_OK the outputs are undefined and only
  *                 this item failed; its neighbours are answered. Who does not want an item's answer
  *                 any more may set its status to DKV_E_CANCELLED between submit() and wait():
- *                 then nothing is written to its outputs.
+ *                 then nothing is written to its outputs, unless they are pinned.
  * nonfinite   false from the caller; true from the engine if it met NaN or infinity, be it that it
  *             refused the block for it (nonfinite=error) or that it masked tokens (nonfinite=mask,
  *             of which the CUDA engine does not tell).
@@ -76,7 +76,8 @@ struct dkv_engine_info {
 };
 
 /* Memory of another process that lies on the engine's device, as it was passed: a handle of
- * cuIpcGetMemHandle(), or descriptors of cuMemExportToShareableHandle(). */
+ * cuIpcGetMemHandle(), or descriptors of cuMemExportToShareableHandle(). Or host memory that this
+ * process has mapped, and the device shall write answers to by itself. */
 struct dkv_import_chunk {
     uint64_t offset; /* in the importer's reservation */
     uint64_t bytes;  /* exactly as allocated */
@@ -87,13 +88,15 @@ struct dkv_import {
     const unsigned char *handle;           /* [DKV_IMPORT_HANDLE_BYTES]; NULL: chunks */
     const struct dkv_import_chunk *chunks; /* [n_chunks], ascending, without overlap */
     uint32_t n_chunks;
+    void *host; /* NULL: it is not host memory */
+    uint64_t host_bytes;
 };
 
 #define DKV_IMPORT_HANDLE_BYTES 64u
 #define DKV_IMPORT_SPAN_MAX     (UINT64_C(1) << 40) /* of the chunks of one import */
 
 /* What was imported: [first, first + bytes) of it lies at `base` on the device. `first` is the
- * first chunk's offset, or 0. Between chunks nothing is mapped. */
+ * first chunk's offset, or 0. Between chunks nothing is mapped. Host memory stays where it is. */
 struct dkv_mapping {
     const void *base;
     uint64_t first;

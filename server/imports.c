@@ -3,6 +3,8 @@
  */
 #include "server/imports.h"
 
+#include "proto/memfd.h"
+
 #include <assert.h>
 #include <inttypes.h>
 #include <stdlib.h>
@@ -14,7 +16,9 @@ struct dkv_imported {
     struct dkv_link_key key;
     unsigned n_loans;
     struct dkv_mapping *mapping; /* the engine's */
-    uint32_t number;             /* leaving: of the last loan; 0: it never had one */
+    void *host;                  /* what is pinned, [host_bytes]; NULL: it is GPU memory */
+    uint64_t host_bytes;
+    uint32_t number; /* leaving: of the last loan; 0: it never had one */
     uint64_t due_ns;
 };
 
@@ -30,6 +34,9 @@ static enum dkv_status drop(struct dkv_imports *imports, struct dkv_imported *im
                             struct dkv_error *err)
 {
     const enum dkv_status status = imports->ops->release(imports->engine, imported->mapping, err);
+    if (imported->host != NULL)
+        dkv_memfd_unmap(imported->host, imported->host_bytes);
+    imports->pinned_bytes -= imported->host_bytes;
     dkv_list_remove(&imported->node);
     free(imported);
     return status;
@@ -141,6 +148,33 @@ enum dkv_status dkv_imports_attach(struct dkv_imports *imports, const struct dkv
     *imported_out = imported;
     *base_out = (const unsigned char *)imported->mapping->base +
                 (loan->offset - imported->mapping->first);
+    return DKV_OK;
+}
+
+enum dkv_status dkv_imports_pin(struct dkv_imports *imports, void *base, uint64_t bytes,
+                                struct dkv_imported **imported_out, struct dkv_error *err)
+{
+    *imported_out = NULL;
+    if (imports->ops == NULL || imports->ops->import == NULL ||
+        bytes > DKV_IMPORTS_PIN_MAX - imports->pinned_bytes)
+        return DKV_OK;
+    const struct dkv_import from = {.host = base, .host_bytes = bytes};
+    struct dkv_imported *imported = calloc(1, sizeof(*imported));
+    if (imported == NULL)
+        return DKV_OK;
+    const enum dkv_status status = imports->ops->import(imports->engine, &from, &imported->mapping,
+                                                        err);
+    if (status != DKV_OK) {
+        free(imported);
+        return status == DKV_E_DEVICE ? status : DKV_OK;
+    }
+    imported->host = base;
+    imported->host_bytes = bytes;
+    imported->n_loans = 1;
+    imports->pinned_bytes += bytes;
+    dkv_list_init(&imported->node);
+    dkv_list_push_back(&imports->open, &imported->node);
+    *imported_out = imported;
     return DKV_OK;
 }
 

@@ -1,4 +1,5 @@
-/* GPU memory that a worker has imported for its clients' loans.
+/* GPU memory that a worker has imported for its clients' loans, and host memory that its device
+ * writes answers to.
  *
  * A legacy handle stands for a whole allocation: loans of one key (connection, handle, generation)
  * share one mapping of it, counted. Loans of chunks have a mapping each. Bounds are arithmetic
@@ -18,13 +19,15 @@
 #include "server/link.h"
 #include "server/list.h"
 
-#define DKV_IMPORTS_LEAVE_NS UINT64_C(50000000) /* patience with a device that is never idle */
+#define DKV_IMPORTS_LEAVE_NS UINT64_C(50000000)  /* patience with a device that is never idle */
+#define DKV_IMPORTS_PIN_MAX  (UINT64_C(1) << 30) /* bytes of host memory, of all clients */
 
 struct dkv_imports {
     const struct dkv_engine_ops *ops;
     struct dkv_engine *engine;
     struct dkv_list open;    /* mappings with loans */
     struct dkv_list leaving; /* without, oldest first */
+    uint64_t pinned_bytes;
 };
 
 struct dkv_imported; /* one mapping */
@@ -41,6 +44,12 @@ enum dkv_status dkv_imports_attach(struct dkv_imports *imports, const struct dkv
                                    const struct dkv_import_chunk *chunks,
                                    struct dkv_imported **imported_out, const void **base_out,
                                    struct dkv_error *err);
+
+/* Pins host memory that dkv_memfd_map() has mapped, for a device that can write it then. It is
+ * unmapped with its release; *imported_out is NULL if it was not pinned, which is no error. DEVICE.
+ */
+enum dkv_status dkv_imports_pin(struct dkv_imports *imports, void *base, uint64_t bytes,
+                                struct dkv_imported **imported_out, struct dkv_error *err);
 
 /* True: others still use the mapping, and the loan is gone. False: the mapping leaves, and its
  * release is told as that of `number`. */

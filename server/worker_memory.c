@@ -119,6 +119,8 @@ static enum dkv_status attach_file(struct dkv_worker_memory *memory, struct dkv_
         held->offset = loan->offset;
         held->fd = fd;
     }
+    if (status == DKV_OK && held->writable)
+        status = dkv_imports_pin(&memory->imports, base, loan->bytes, &held->imported, err);
     return status;
 }
 

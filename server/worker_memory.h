@@ -24,7 +24,7 @@ struct dkv_held {
     bool writable;
     uint64_t staged_bytes;
     struct dkv_readers *readers;   /* the worker's */
-    struct dkv_imported *imported; /* GPU memory, `base` is the device's; else NULL */
+    struct dkv_imported *imported; /* GPU memory, `base` is the device's, or pinned; else NULL */
 };
 
 /* GPU memory whose chunks have not all come. */
@@ -57,7 +57,7 @@ enum dkv_status dkv_worker_memory_chunk(struct dkv_worker_memory *memory, uint32
                                         const struct dkv_link_chunk *chunk, bool *more_out,
                                         struct dkv_error *err);
 
-/* False: it is GPU memory that is let go of later, by dkv_imports_release(). */
+/* False: it is GPU memory, or pinned, and let go of later, by dkv_imports_release(). */
 bool dkv_worker_memory_detach(struct dkv_worker_memory *memory, uint32_t number);
 
 /* A dkv_link_find_fn; owner is the dkv_worker_memory. */

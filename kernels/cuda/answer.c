@@ -108,7 +108,9 @@ static void copy_results(const struct dkv_cu_slot *slot, const struct dkv_cu_pen
 {
     const struct dkv_item *item = &slot->items[pending->item];
     const uint64_t k = item->plan->keep_tokens;
-    memcpy(item->keep_out + pending->head * k, slot->io.base + pending->keep, k * sizeof(int32_t));
+    if (!pending->direct)
+        memcpy(item->keep_out + pending->head * k, slot->io.base + pending->keep,
+               k * sizeof(int32_t));
     if (item->plan->ragged) /* by layer alone: the rest is refused */
         item->counts_out[pending->head] = (uint32_t)k;
     if (pending->scores == 0)
@@ -116,7 +118,8 @@ static void copy_results(const struct dkv_cu_slot *slot, const struct dkv_cu_pen
     const uint64_t first = item->block->valid_from;
     float *to = item->scores_out + pending->head * item->block->n_tokens;
     memset(to, 0, first * sizeof(float));
-    memcpy(to + first, slot->io.base + pending->scores, item->plan->n_valid * sizeof(float));
+    if (!pending->direct)
+        memcpy(to + first, slot->io.base + pending->scores, item->plan->n_valid * sizeof(float));
 }
 
 enum dkv_status dkv_cu_drain(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,

@@ -9,6 +9,7 @@
  *   stage.c    which host tensors go where on the device
  *   ring.c     takes them there through pinned chunks
  *   answer.c   copies results to the callers; turns reports into sentences
+ *   direct.c   has the device send large ones to callers whose memory is pinned
  *   import.c   maps memory of other processes
  *   unroll.c   copies query rows that lie around the end of a ring
  *
@@ -91,6 +92,7 @@ struct dkv_cu_pending {
     size_t report;
     size_t keep;
     size_t scores; /* 0: not wanted */
+    bool direct;   /* the device has sent both to the caller */
 };
 
 struct dkv_cu_slot {
@@ -286,6 +288,15 @@ enum dkv_status dkv_cu_add_block(struct dkv_cu_engine *engine, struct dkv_cu_slo
 enum dkv_status dkv_cu_add_unit(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
                                 uint32_t item_index, uint32_t head, const struct dkv_cu_need *need,
                                 struct dkv_error *err);
+
+/* ---- direct.c ---- */
+
+/* True if the item's results are large and the memory they go to is pinned. */
+bool dkv_cu_goes_direct(const struct dkv_item *item);
+
+/* Queues the copies of those of the wave that was laid out last, its units the slot's next ones. */
+enum dkv_status dkv_cu_send_direct(struct dkv_cu_engine *engine, const struct dkv_cu_slot *slot,
+                                   uint32_t n_units, struct dkv_error *err);
 
 /* ---- the others ---- */
 

@@ -5,6 +5,8 @@
  * length that is not the real one. A legacy handle: the driver maps the whole allocation, for
  * writing too, and does not check most of its bytes, so only trusted peers may pass one.
  *
+ * Host memory that answers go to is pinned, so that the device can write it (direct.c).
+ *
  * A mapping pins the memory until it is released, whatever its owner does. The driver's functions
  * are found through the runtime, so nothing links to libcuda.
  */
@@ -62,7 +64,8 @@ struct piece {
 
 struct mapping {
     struct dkv_mapping shown; /* first: what callers see */
-    CUdeviceptr reserved;     /* 0: legacy */
+    void *pinned;             /* host memory; NULL: it is not */
+    CUdeviceptr reserved;     /* 0: legacy, or host memory */
     size_t reserved_bytes;
     uint32_t n_pieces; /* mapped so far */
     struct piece pieces[];
@@ -252,7 +255,10 @@ static enum dkv_status let_go(struct dkv_cu_engine *engine, const struct driver 
                               struct mapping *mapping, struct dkv_error *err)
 {
     CUresult result = CUDA_SUCCESS;
-    if (mapping->reserved == 0)
+    if (mapping->pinned != NULL)
+        result = cudaHostUnregister(mapping->pinned) == cudaSuccess ? CUDA_SUCCESS
+                                                                    : CUDA_ERROR_UNKNOWN;
+    else if (mapping->reserved == 0)
         result = driver->ipc_close((CUdeviceptr)(uintptr_t)mapping->shown.base);
     for (uint32_t i = 0; i < mapping->n_pieces && result == CUDA_SUCCESS; i++)
         result = driver->unmap(mapping->pieces[i].at, mapping->pieces[i].bytes);
@@ -332,6 +338,25 @@ static enum dkv_status import(struct dkv_cu_engine *engine, const struct driver 
     return status;
 }
 
+static enum dkv_status pin(struct dkv_cu_engine *engine, const struct dkv_import *from,
+                           struct dkv_mapping **mapping_out, struct dkv_error *err)
+{
+    struct mapping *mapping = calloc(1, sizeof(*mapping));
+    if (mapping == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "region: out of host memory");
+    const enum dkv_status status = dkv_cu_check(
+        engine, cudaHostRegister(from->host, from->host_bytes, cudaHostRegisterDefault),
+        "pinning a region", err);
+    if (status != DKV_OK) {
+        free(mapping);
+        return status;
+    }
+    mapping->pinned = from->host;
+    mapping->shown = (struct dkv_mapping){.base = from->host, .bytes = from->host_bytes};
+    *mapping_out = &mapping->shown;
+    return DKV_OK;
+}
+
 /* ---- the engine's two functions ---- */
 
 enum dkv_status dkv_cu_import(struct dkv_engine *opaque, const struct dkv_import *from,
@@ -344,7 +369,8 @@ enum dkv_status dkv_cu_import(struct dkv_engine *opaque, const struct dkv_import
     enum dkv_status status = dkv_cu_enter(engine, err);
     if (status != DKV_OK)
         return status;
-    status = import(engine, driver, from, mapping_out, err);
+    status = from->host != NULL ? pin(engine, from, mapping_out, err)
+                                : import(engine, driver, from, mapping_out, err);
     dkv_cu_leave();
     return status;
 }

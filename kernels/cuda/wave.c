@@ -81,28 +81,43 @@ static void lay_out(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
     };
 }
 
-/* Reports start out clean and travel both ways; results follow them. */
-static void lay_out_results(struct dkv_cu_slot *slot, const struct dkv_cu_wave *wave)
+static void place_results(struct dkv_cu_slot *slot, struct dkv_cu_unit *unit,
+                          struct dkv_cu_pending *pending, const struct dkv_cu_block *block)
+{
+    void *keep = dkv_cu_take(&slot->io, block->keep * sizeof(int32_t));
+    unit->keep_out = dkv_cu_twin(slot, keep);
+    pending->keep = (size_t)((unsigned char *)keep - slot->io.base);
+    pending->scores = 0;
+    if (slot->items[pending->item].scores_out != NULL) {
+        void *scores = dkv_cu_take(&slot->io, block->n_valid * sizeof(float));
+        unit->scores_out = dkv_cu_twin(slot, scores);
+        pending->scores = (size_t)((unsigned char *)scores - slot->io.base);
+    }
+}
+
+/* Reports start out clean and travel both ways; results follow them, and come down with them up to
+ * *down_end_out. Those behind it are sent to their callers. */
+static void lay_out_results(struct dkv_cu_slot *slot, const struct dkv_cu_wave *wave,
+                            size_t *down_end_out)
 {
     struct dkv_cu_report *reports = dkv_cu_take(&slot->io, wave->n_units * sizeof(*reports));
     struct dkv_cu_unit *units = (struct dkv_cu_unit *)(uintptr_t)wave->units_host;
+    struct dkv_cu_pending *pending = &slot->pending[slot->n_pending];
     for (uint32_t i = 0; i < wave->n_units; i++) {
-        struct dkv_cu_pending *pending = &slot->pending[slot->n_pending + i];
-        const struct dkv_cu_block *block = &wave->blocks_host[units[i].block];
         reports[i] = (struct dkv_cu_report){~0ull, ~0ull, ~0ull, 0, 0};
         units[i].report = dkv_cu_twin(slot, &reports[i]);
         units[i].exponent = &units[i].report->exponent;
-        pending->report = (size_t)((unsigned char *)&reports[i] - slot->io.base);
-        void *keep = dkv_cu_take(&slot->io, block->keep * sizeof(int32_t));
-        units[i].keep_out = dkv_cu_twin(slot, keep);
-        pending->keep = (size_t)((unsigned char *)keep - slot->io.base);
-        pending->scores = 0;
-        if (slot->items[pending->item].scores_out != NULL) {
-            void *scores = dkv_cu_take(&slot->io, block->n_valid * sizeof(float));
-            units[i].scores_out = dkv_cu_twin(slot, scores);
-            pending->scores = (size_t)((unsigned char *)scores - slot->io.base);
-        }
+        pending[i].report = (size_t)((unsigned char *)&reports[i] - slot->io.base);
+        pending[i].direct = i > 0 && pending[i].item == pending[i - 1].item
+                                ? pending[i - 1].direct
+                                : dkv_cu_goes_direct(&slot->items[pending[i].item]);
+        if (!pending[i].direct)
+            place_results(slot, &units[i], &pending[i], &wave->blocks_host[units[i].block]);
     }
+    *down_end_out = slot->io.used;
+    for (uint32_t i = 0; i < wave->n_units; i++)
+        if (pending[i].direct)
+            place_results(slot, &units[i], &pending[i], &wave->blocks_host[units[i].block]);
 }
 
 struct work_lists {
@@ -239,7 +254,8 @@ static enum dkv_status launch_wave(struct dkv_cu_engine *engine, struct dkv_cu_s
     if (status != DKV_OK)
         return status;
     const size_t reports = slot->io.used;
-    lay_out_results(slot, &wave);
+    size_t down_end;
+    lay_out_results(slot, &wave, &down_end);
     fill_lists(engine, &wave, first, &lists);
     const size_t up_end = reports + dkv_cu_align(wave.n_units * sizeof(struct dkv_cu_report));
 
@@ -249,7 +265,8 @@ static enum dkv_status launch_wave(struct dkv_cu_engine *engine, struct dkv_cu_s
         (status = mark(engine, DKV_CU_MARK_UPLOADED, err)) != DKV_OK ||
         (status = launch_kernels(engine, slot, &wave, first, &lists, err)) != DKV_OK ||
         (status = mark(engine, DKV_CU_MARK_SELECTED, err)) != DKV_OK ||
-        (status = copy_io(engine, slot, reports, slot->io.used, false, err)) != DKV_OK ||
+        (status = copy_io(engine, slot, reports, down_end, false, err)) != DKV_OK ||
+        (status = dkv_cu_send_direct(engine, slot, wave.n_units, err)) != DKV_OK ||
         (status = mark(engine, DKV_CU_MARK_DOWNLOADED, err)) != DKV_OK ||
         (status = turn_halves(engine, err)) != DKV_OK)
         return status;

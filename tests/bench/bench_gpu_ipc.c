@@ -347,23 +347,32 @@ static void one_request(struct engine *e, const struct server *server, uint64_t 
     time_engine(e, items, SETS, &wall, &device);
     printf("%7llu tokens: device %.1f us, engine in this process %.1f us\n",
            (unsigned long long)tokens, device, wall);
-    for (int kind = 0; kind < 2; kind++) {
+    static const char *const names[] = {"cuda-vmm", "cuda-ipc", "cuda-vmm, into a buffer"};
+    for (int kind = 0; kind < 3; kind++) {
         struct dropkv_client *client = connect_to(server);
         struct dropkv_request requests[SETS];
+        struct dropkv_buffer *output;
+        struct dropkv_error error;
+        if (dropkv_buffer_new(KV_HEADS * tokens * sizeof(int32_t), &output, &error) != DROPKV_OK ||
+            dropkv_client_add_output(client, output, &error) != DROPKV_OK)
+            die("buffer", error.text);
         for (unsigned i = 0; i < SETS; i++) {
-            struct dropkv_error error;
-            requests[i] = request_of(&blocks[kind][i], tokens);
-            if (dropkv_client_add_buffer(client, blocks[kind][i].buffer, &error) != DROPKV_OK)
+            const struct block_memory *block = &blocks[kind % 2][i];
+            requests[i] = request_of(block, tokens);
+            requests[i].output = kind == 2 ? output : NULL;
+            requests[i].output_bytes = kind == 2 ? dropkv_buffer_bytes(output) : 0;
+            if (dropkv_client_add_buffer(client, block->buffer, &error) != DROPKV_OK)
                 die("buffer", error.text);
         }
         time_requests(client, requests, SETS, &times);
         const double p50 = quantile(&times, 0.5), p99 = quantile(&times, 0.99);
         printf("    %s p50 %.1f us, p99 %.1f us: over device time %.1f us, %s %d us; over the "
                "engine here %.1f us (until the worker had it %.0f us, in the worker %.0f us)\n",
-               kind == 0 ? "cuda-vmm" : "cuda-ipc", p50, p99, p50 - device,
+               names[kind], p50, p99, p50 - device,
                p50 - device <= OVERHEAD_BAR_US ? "within" : "ABOVE", OVERHEAD_BAR_US, p50 - wall,
                quantile(&queued, 0.5), quantile(&computed, 0.5));
         dropkv_client_close(client);
+        dropkv_buffer_free(output);
     }
     for (unsigned i = 0; i < SETS; i++) {
         dkv_bench_cuda_free(blocks[0][i].memory);

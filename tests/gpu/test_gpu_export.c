@@ -354,9 +354,61 @@ static void a_client_that_connects_again(void **unused)
     assert_int_equal(cudaFree(memory), cudaSuccess);
 }
 
+/* Answers that the device itself writes to the caller's memory, and ones too small for that: with
+ * and without scores, several blocks together, and around them not a byte. */
+static void answers_into_the_callers_memory(void **unused)
+{
+    enum { LONG = 30000, BATCH = 3, AT = 4096 + 64, EDGE = 64 };
+    static float block[(Q_HEADS * ROWS + 2 * KV_HEADS * LONG) * DIM];
+    static const int64_t kept[] = {100, 8191, 8192, 12345};
+    const size_t room = AT + sizeof(float) * BATCH * KV_HEADS * 2 * LONG + EDGE;
+    struct dropkv_client *client = open_client();
+    struct dropkv_buffer *output;
+    (void)unused;
+    for (size_t i = 0; i < sizeof(block) / sizeof(block[0]); i++)
+        block[i] = ((const float *)&tensors)[i * 7 % (sizeof(tensors) / sizeof(float))];
+    assert_int_equal(dropkv_buffer_new(room, &output, NULL), DROPKV_OK);
+    assert_int_equal(dropkv_client_add_output(client, output, NULL), DROPKV_OK);
+    char *memory = dropkv_buffer_data(output);
+    for (int i = 0; i < 8; i++) {
+        const struct dropkv_param keep[] = {dropkv_int("keep_tokens", kept[i % 4])};
+        struct dropkv_result *sent, *placed;
+        struct dropkv_request r = request_at(block);
+        r.batch = BATCH;
+        r.n_tokens = LONG;
+        r.key.data = block + Q_HEADS * ROWS * DIM;
+        r.value.data = block + (Q_HEADS * ROWS + KV_HEADS * LONG) * DIM;
+        r.query.batch_stride = r.key.batch_stride = r.value.batch_stride = 4;
+        r.n_tokens = LONG - 1; /* what the strides reach is there */
+        r.params = keep;
+        r.want_scores = i >= 4;
+        assert_int_equal(dropkv_score(client, &r, &sent, NULL), DROPKV_OK);
+        r.output = output;
+        r.output_offset = AT;
+        r.output_bytes = room - AT - EDGE;
+        memset(memory, 0x5a, room);
+        assert_int_equal(dropkv_score(client, &r, &placed, NULL), DROPKV_OK);
+        const size_t n_keep = (size_t)BATCH * KV_HEADS * (size_t)kept[i % 4];
+        const size_t n_scores = r.want_scores ? (size_t)BATCH * KV_HEADS * r.n_tokens : 0;
+        assert_ptr_equal(placed->keep_indices, memory + AT);
+        assert_memory_equal(placed->keep_indices, sent->keep_indices, n_keep * sizeof(int32_t));
+        if (n_scores > 0)
+            assert_memory_equal(placed->scores, sent->scores, n_scores * sizeof(float));
+        for (size_t k = 0; k < EDGE; k++) {
+            assert_int_equal(memory[AT - 1 - k], 0x5a);
+            assert_int_equal(memory[AT + (n_keep + n_scores) * 4 + k], 0x5a);
+        }
+        dropkv_result_free(sent);
+        dropkv_result_free(placed);
+    }
+    dropkv_client_close(client);
+    dropkv_buffer_free(output);
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(answers_into_the_callers_memory),
         cmocka_unit_test(a_pointer_into_an_allocation),
         cmocka_unit_test(chunks_side_by_side),
         cmocka_unit_test(memory_that_is_released_and_mapped_again),

@@ -5,14 +5,17 @@
 #include "server/job.h"
 #include "server/loan.h"
 
+#include "proto/memfd.h"
 #include "proto/wire.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <cmocka.h>
@@ -39,7 +42,10 @@ static enum dkv_status count_import(struct dkv_engine *engine, const struct dkv_
     assert_non_null(mapping);
     mapping->base = (const void *)somewhere;
     mapping->bytes = 8 * MIB;
-    if (from->handle == NULL) {
+    if (from->host != NULL) {
+        mapping->base = from->host;
+        mapping->bytes = from->host_bytes;
+    } else if (from->handle == NULL) {
         const struct dkv_import_chunk *last = &from->chunks[from->n_chunks - 1];
         mapping->first = from->chunks[0].offset;
         mapping->bytes = last->offset + last->bytes - mapping->first;
@@ -106,6 +112,54 @@ static uint32_t release(struct dkv_imports *imports)
     struct dkv_error err;
     assert_int_equal(dkv_imports_release(imports, &number, &err), DKV_OK);
     return number;
+}
+
+/* Mapped for writing, as a worker maps a region that answers go to. */
+static void *map_region(uint64_t bytes)
+{
+    void *base = NULL;
+    const int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    assert_int_equal(ftruncate(fd, (off_t)bytes), 0);
+    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
+    assert_int_equal(dkv_memfd_map(fd, 0, bytes, true, &base, NULL), DKV_OK);
+    close(fd);
+    return base;
+}
+
+static void what_is_pinned_is_unmapped_when_it_is_released(void **state)
+{
+    struct dkv_imports *imports = *state;
+    struct dkv_imported *imported = NULL;
+    unsigned char pages;
+    void *base = map_region(4096);
+    assert_int_equal(dkv_imports_pin(imports, base, 4096, &imported, NULL), DKV_OK);
+    assert_non_null(imported);
+    assert_int_equal(imports->pinned_bytes, 4096);
+    assert_false(dkv_imports_detach(imports, imported, 7, 0)); /* when nothing runs */
+    assert_int_equal(mincore(base, 4096, &pages), 0);
+    assert_int_equal(release(imports), 7);
+    assert_int_equal(driver.n_open, 0);
+    assert_int_equal(imports->pinned_bytes, 0);
+    assert_int_equal(mincore(base, 4096, &pages), -1);
+    assert_int_equal(errno, ENOMEM);
+}
+
+/* Then answers are copied there. */
+static void what_cannot_be_pinned_is_written_all_the_same(void **state)
+{
+    struct dkv_imports *imports = *state;
+    struct dkv_imported *imported = (void *)&driver;
+    struct dkv_error err;
+    assert_int_equal(dkv_imports_pin(imports, &driver, DKV_IMPORTS_PIN_MAX + 1, &imported, &err),
+                     DKV_OK);
+    assert_null(imported);
+    assert_int_equal(driver.n_imports, 0);
+    driver.next = DKV_E_INTERNAL;
+    assert_int_equal(dkv_imports_pin(imports, &driver, 4096, &imported, &err), DKV_OK);
+    assert_null(imported);
+    assert_int_equal(imports->pinned_bytes, 0);
+    driver.next = DKV_E_DEVICE;
+    assert_int_equal(dkv_imports_pin(imports, &driver, 4096, &imported, &err), DKV_E_DEVICE);
 }
 
 /* ---- one mapping per allocation ---- */
@@ -437,6 +491,10 @@ int main(void)
 {
 #define IMPORTS(test) cmocka_unit_test_setup_teardown(test, open_imports, close_imports)
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(what_is_pinned_is_unmapped_when_it_is_released,
+                                        open_imports, close_imports),
+        cmocka_unit_test_setup_teardown(what_cannot_be_pinned_is_written_all_the_same, open_imports,
+                                        close_imports),
         IMPORTS(loans_of_one_handle_share_a_mapping),
         IMPORTS(other_connections_generations_and_handles_do_not),
         IMPORTS(what_leaves_is_not_handed_out_again),
