@@ -6,13 +6,14 @@
  * thread is left as it was found. Nothing here creates a context of its own.
  */
 #include <cuda.h>
+#include <dlfcn.h>
 
 #include "kernels/cuda/host.h"
 
-#define DRIVER_VERSION 12000 /* whose signatures are used */
-
 struct driver {
     CUresult (*get_error_name)(CUresult, const char **);
+    CUresult (*current)(CUcontext *);
+    CUresult (*set_current)(CUcontext);
     CUresult (*push)(CUcontext);
     CUresult (*pop)(CUcontext *);
     CUresult (*current_device)(CUdevice *);
@@ -22,44 +23,51 @@ struct driver {
     CUresult (*context_of)(CUstream, CUcontext *);
 };
 
-/* Filled once, before there is an engine; by several threads with the same numbers. */
+/* Filled before there is an engine, by several threads with the same numbers. */
 static struct driver driver;
 
-bool dkv_cu_find_in_driver(const char *name, void **function_out)
-{
-    enum cudaDriverEntryPointQueryResult result;
-    void *function = NULL;
-    const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, DRIVER_VERSION,
-                                                               cudaEnableDefault, &result);
-    if (error != cudaSuccess || result != cudaDriverEntryPointSuccess || function == NULL) {
-        (void)cudaGetLastError();
-        return false;
-    }
-    __atomic_store_n(function_out, function, __ATOMIC_RELAXED);
-    return true;
-}
-
-static enum dkv_status find_driver(struct dkv_error *err)
+/* By the names that the library exports: the runtime, which knows others, makes the primary context
+ * current when it is asked for them. */
+static bool find_driver(void)
 {
     static const struct {
         const char *name;
         size_t at;
     } symbols[] = {
         {"cuGetErrorName", offsetof(struct driver, get_error_name)},
-        {"cuCtxPushCurrent", offsetof(struct driver, push)},
-        {"cuCtxPopCurrent", offsetof(struct driver, pop)},
+        {"cuCtxGetCurrent", offsetof(struct driver, current)},
+        {"cuCtxSetCurrent", offsetof(struct driver, set_current)},
+        {"cuCtxPushCurrent_v2", offsetof(struct driver, push)},
+        {"cuCtxPopCurrent_v2", offsetof(struct driver, pop)},
         {"cuCtxGetDevice", offsetof(struct driver, current_device)},
         {"cuDeviceGet", offsetof(struct driver, device)},
         {"cuDevicePrimaryCtxRetain", offsetof(struct driver, retain)},
-        {"cuDevicePrimaryCtxRelease", offsetof(struct driver, release)},
+        {"cuDevicePrimaryCtxRelease_v2", offsetof(struct driver, release)},
         {"cuStreamGetCtx", offsetof(struct driver, context_of)},
     };
-    for (size_t i = 0; i < sizeof(symbols) / sizeof(symbols[0]); i++)
-        if (!dkv_cu_find_in_driver(symbols[i].name,
-                                   (void **)(void *)((char *)&driver + symbols[i].at)))
-            return dkv_error_set(err, DKV_E_UNSUPPORTED, "cuda: the GPU driver has no %s",
-                                 symbols[i].name);
-    return DKV_OK;
+    void *library = dlopen("libcuda.so.1", RTLD_NOW); /* never closed: CUDA does not survive it */
+    for (size_t i = 0; i < sizeof(symbols) / sizeof(symbols[0]); i++) {
+        void *function = library != NULL ? dlsym(library, symbols[i].name) : NULL;
+        if (function == NULL)
+            return false;
+        __atomic_store_n((void **)(void *)((char *)&driver + symbols[i].at), function,
+                         __ATOMIC_RELAXED);
+    }
+    return true;
+}
+
+struct CUctx_st *dkv_cu_current(void)
+{
+    CUcontext context = NULL;
+    if (!find_driver() || driver.current(&context) != CUDA_SUCCESS)
+        return NULL; /* the driver may not have been initialised */
+    return context;
+}
+
+void dkv_cu_set_current(struct CUctx_st *context)
+{
+    if (driver.set_current != NULL)
+        (void)driver.set_current(context);
 }
 
 static enum dkv_status failed(const struct dkv_cu_engine *engine, CUresult result, const char *what,
@@ -97,9 +105,9 @@ enum dkv_status dkv_cu_context_open(struct dkv_cu_engine *engine, void *callers_
 {
     CUdevice device;
     CUresult result;
-    const enum dkv_status status = find_driver(err);
-    if (status != DKV_OK)
-        return status;
+    if (!find_driver())
+        return dkv_error_set(err, DKV_E_UNSUPPORTED,
+                             "cuda: the driver has no functions for contexts");
     if (callers_stream != NULL)
         return of_stream(engine, callers_stream, err);
     if ((result = driver.device(&device, engine->device.ordinal)) != CUDA_SUCCESS ||

@@ -235,8 +235,10 @@ void dkv_cu_context_close(struct dkv_cu_engine *engine);
 enum dkv_status dkv_cu_enter(struct dkv_cu_engine *engine, struct dkv_error *err);
 void dkv_cu_leave(void);
 
-/* A function of the driver's by its name, as the runtime finds it. False if there is none. */
-bool dkv_cu_find_in_driver(const char *name, void **function_out);
+/* This thread's current context; NULL: it has none. The runtime makes the primary one current where
+ * there is none, so whoever calls it outside of enter() and leave() puts back what was. */
+struct CUctx_st *dkv_cu_current(void);
+void dkv_cu_set_current(struct CUctx_st *context);
 
 /* ---- describe.c ---- */
 

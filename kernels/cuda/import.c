@@ -18,6 +18,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define DRIVER_VERSION 12000 /* whose signatures are used here */
+
 struct driver {
     CUresult (*get_error_name)(CUresult, const char **);
     CUresult (*ipc_open)(CUdeviceptr *, CUipcMemHandle, unsigned int);
@@ -76,9 +78,13 @@ static const struct driver *the_driver(struct dkv_error *err)
     static struct driver driver;
     static bool found;
     for (size_t i = 0; !found && i < sizeof(symbols) / sizeof(symbols[0]); i++) {
-        if (dkv_cu_find_in_driver(symbols[i].name,
-                                  (void **)(void *)((char *)&driver + symbols[i].at)))
+        enum cudaDriverEntryPointQueryResult result;
+        void **to = (void **)(void *)((char *)&driver + symbols[i].at);
+        const cudaError_t error = cudaGetDriverEntryPointByVersion(
+            symbols[i].name, to, DRIVER_VERSION, cudaEnableDefault, &result);
+        if (error == cudaSuccess && result == cudaDriverEntryPointSuccess && *to != NULL)
             continue;
+        (void)cudaGetLastError();
         dkv_error_set(err, DKV_E_UNSUPPORTED, "region: the GPU driver has no %s", symbols[i].name);
         return NULL;
     }

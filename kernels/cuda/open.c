@@ -290,18 +290,9 @@ static enum dkv_status open_inside(struct dkv_cu_engine *engine,
     return status;
 }
 
-enum dkv_status dkv_cu_open(const struct dkv_engine_config *config, struct dkv_engine **engine_out,
-                            struct dkv_error *err)
+static enum dkv_status open_engine(struct dkv_cu_engine *engine,
+                                   const struct dkv_engine_config *config, struct dkv_error *err)
 {
-    static const struct dkv_engine_config defaults;
-    if (config == NULL)
-        config = &defaults;
-    struct dkv_cu_engine *engine = calloc(1, sizeof(*engine));
-    if (engine == NULL)
-        return dkv_error_set(err, DKV_E_NOMEM, "cuda: out of host memory");
-    engine->owns_stream = true; /* until there is one to disown */
-    engine->max_items = config->max_batch_items != 0 ? config->max_batch_items : DKV_BLOCKS_MAX;
-
     enum dkv_status status = find_device(engine, config->device, err);
     if (status == DKV_OK)
         status = dkv_cu_context_open(engine, config->stream, err);
@@ -314,6 +305,23 @@ enum dkv_status dkv_cu_open(const struct dkv_engine_config *config, struct dkv_e
     if (status == DKV_OK)
         status = dkv_threads_open(config->threads != 0 ? config->threads : default_threads(),
                                   &engine->crew, err);
+    return status;
+}
+
+enum dkv_status dkv_cu_open(const struct dkv_engine_config *config, struct dkv_engine **engine_out,
+                            struct dkv_error *err)
+{
+    static const struct dkv_engine_config defaults;
+    if (config == NULL)
+        config = &defaults;
+    struct dkv_cu_engine *engine = calloc(1, sizeof(*engine));
+    if (engine == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "cuda: out of host memory");
+    engine->owns_stream = true; /* until there is one to disown */
+    engine->max_items = config->max_batch_items != 0 ? config->max_batch_items : DKV_BLOCKS_MAX;
+    struct CUctx_st *before = dkv_cu_current();
+    const enum dkv_status status = open_engine(engine, config, err);
+    dkv_cu_set_current(before);
     if (status != DKV_OK) {
         dkv_cu_close((struct dkv_engine *)engine);
         return status;
