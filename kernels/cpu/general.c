@@ -1,8 +1,8 @@
 /* From scored heads to an answer: carry, layer mean, selection, reported scores. */
 #include "kernels/cpu/general.h"
 
-#include <float.h>
-#include <math.h>
+#include "kernels/extras.h"
+
 #include <string.h>
 
 size_t dkv_general_bytes(const struct dkv_item *item)
@@ -31,22 +31,6 @@ unsigned dkv_general_score(const struct dkv_choice_work *work, const struct dkv_
 {
     memset(head->flags, 0, head->n);
     return dkv_head_score_unseen(head, tile, work->raw + head->index * head->n, head->flags);
-}
-
-/* The first element of [kv_heads][n_tokens] that is not a finite number of 0 or more. */
-static enum dkv_status check_extra(const struct dkv_item *item, const char *name,
-                                   const float *extra, struct dkv_error *err)
-{
-    const struct dkv_block *block = item->block;
-    for (uint32_t h = 0; extra != NULL && h < block->kv_heads; h++)
-        for (uint64_t t = block->valid_from; t < block->n_tokens; t++) {
-            const float x = extra[h * block->n_tokens + t];
-            if (!(x >= 0 && x <= FLT_MAX))
-                return dkv_error_set(err, DKV_E_INVALID,
-                                     "%s: %g at KV head %u, token %llu is not in 0..%g", name,
-                                     (double)x, h, (unsigned long long)t, (double)FLT_MAX);
-        }
-    return DKV_OK;
 }
 
 /* Earlier calls' scores: sums go on, maxima too. */
@@ -101,10 +85,7 @@ static void report(const struct dkv_choice_work *work, const struct dkv_item *it
 enum dkv_status dkv_general_settle(const struct dkv_choice_work *work, struct dkv_item *item,
                                    struct dkv_error *err)
 {
-    const struct dkv_block *block = item->block;
-    enum dkv_status status = check_extra(item, "token_weight", block->token_weight, err);
-    if (status == DKV_OK)
-        status = check_extra(item, "carry_in", block->carry_in, err);
+    const enum dkv_status status = dkv_extras_check_factors(item->block, err);
     if (status != DKV_OK)
         return status;
     add_carry(work, item);

@@ -2,6 +2,7 @@
 #include "kernels/cpu/head.h"
 
 #include "kernels/convert.h"
+#include "kernels/extras.h"
 
 #include <math.h>
 
@@ -98,32 +99,13 @@ static enum dkv_status check_queries(const struct dkv_head *head, bool *nonfinit
     return DKV_OK;
 }
 
-static enum dkv_status check_metric(const struct dkv_head *head, struct dkv_error *err)
-{
-    const size_t dim = head->v_dim, group = head->item->plan->group;
-    for (size_t g = head->index * group; g < (head->index + 1) * group; g++)
-        for (size_t i = 0; i < dim * dim; i++) {
-            const float x = head->item->block->value_metric[g * dim * dim + i];
-            if (!isfinite(x))
-                return dkv_error_set(err, DKV_E_INVALID,
-                                     "value_metric: %s at query head %zu, row %zu, element %zu",
-                                     isnan(x) ? "NaN" : "infinity", g, i / dim, i % dim);
-        }
-    return DKV_OK;
-}
-
 static enum dkv_status check_extra(const struct dkv_head *head, struct dkv_error *err)
 {
     const struct dkv_block *block = head->item->block;
+    const struct dkv_plan *plan = head->item->plan;
     if (block->value_metric != NULL)
-        return check_metric(head, err);
-    const float *scores = block->external_scores + (uint64_t)head->index * block->n_tokens;
-    for (uint64_t t = block->valid_from; t < block->n_tokens; t++)
-        if (!isfinite(scores[t]))
-            return dkv_error_set(
-                err, DKV_E_INVALID, "external_scores: %s at KV head %u, token %llu",
-                isnan(scores[t]) ? "NaN" : "infinity", head->index, (unsigned long long)t);
-    return DKV_OK;
+        return dkv_extras_check_metric(block, plan, head->index * plan->group, plan->group, err);
+    return dkv_extras_check_external(block, head->index, err);
 }
 
 enum dkv_status dkv_head_explain(const struct dkv_head *head, unsigned faults, bool *nonfinite_out,
