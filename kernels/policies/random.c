@@ -5,6 +5,7 @@
  * Higher: luck. `layer` plus the block's number in the request is the layer, so that the layers of
  * one request differ; the same request has the same answer.
  */
+#include "kernels/policies/random.h"
 #include "kernels/rule.h"
 
 const struct dkv_rule dkv_rule_random = {
@@ -12,17 +13,7 @@ const struct dkv_rule dkv_rule_random = {
     .source = DKV_SOURCE_HASH,
 };
 
-/* One step of splitmix64. */
-static uint64_t mix(uint64_t x)
-{
-    x += 0x9e3779b97f4a7c15u;
-    x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ x >> 27) * 0x94d049bb133111ebu;
-    return x ^ x >> 31;
-}
-
 double dkv_rule_hash(int64_t seed, uint64_t layer, uint64_t head, uint64_t token)
 {
-    const uint64_t hash = mix(mix(mix(mix((uint64_t)seed) + layer) + head) + token);
-    return (double)(hash >> 40) * 0x1p-24;
+    return dkv_random_bits(dkv_random_layer(seed, layer), head, token) * 0x1p-24;
 }
