@@ -104,34 +104,84 @@ static bool judge(struct dkv_cu_slot *slot, const struct dkv_cu_pending *pending
     return false;
 }
 
+/* [heads][n_valid] scores to the caller's [heads][n_tokens], from KV head `head` on; NULL: they are
+ * there. */
+static void copy_scores(const struct dkv_item *item, uint32_t head, uint32_t heads,
+                        const float *scores)
+{
+    const uint64_t first = item->block->valid_from, n = item->plan->n_valid;
+    for (uint32_t h = 0; h < heads; h++) {
+        float *to = item->scores_out + (head + h) * item->block->n_tokens;
+        memset(to, 0, first * sizeof(float));
+        if (scores != NULL)
+            memcpy(to + first, scores + h * n, n * sizeof(float));
+    }
+}
+
 static void copy_results(const struct dkv_cu_slot *slot, const struct dkv_cu_pending *pending)
 {
     const struct dkv_item *item = &slot->items[pending->item];
     const uint64_t k = item->plan->keep_tokens;
+    if (pending->keep == 0) /* a choice answers for all heads */
+        return;
     if (!pending->direct)
         memcpy(item->keep_out + pending->head * k, slot->io.base + pending->keep,
                k * sizeof(int32_t));
     if (item->plan->ragged) /* by layer alone: the rest is refused */
         item->counts_out[pending->head] = (uint32_t)k;
-    if (pending->scores == 0)
-        return;
-    const uint64_t first = item->block->valid_from;
-    float *to = item->scores_out + pending->head * item->block->n_tokens;
-    memset(to, 0, first * sizeof(float));
-    if (!pending->direct)
-        memcpy(to + first, slot->io.base + pending->scores, item->plan->n_valid * sizeof(float));
+    if (pending->scores != 0)
+        copy_scores(item, pending->head, 1,
+                    pending->direct
+                        ? NULL
+                        : (const float *)(const void *)(slot->io.base + pending->scores));
+}
+
+static void copy_choice(const struct dkv_cu_slot *slot, const struct dkv_cu_pending_choice *pending)
+{
+    const struct dkv_item *item = &slot->items[pending->item];
+    const uint32_t heads = item->block->kv_heads;
+    const uint32_t *counts = (const uint32_t *)(const void *)(slot->io.base + pending->counts);
+    uint64_t total = 0;
+    for (uint32_t h = 0; h < heads; h++) {
+        total += counts[h];
+        if (item->plan->ragged)
+            item->counts_out[h] = counts[h];
+    }
+    if (total > item->plan->keep_capacity)
+        total = item->plan->keep_capacity;
+    memcpy(item->keep_out, slot->io.base + pending->keep, total * sizeof(int32_t));
+    if (pending->scores != 0)
+        copy_scores(item, 0, heads, (const float *)(const void *)(slot->io.base + pending->scores));
+}
+
+/* layers=cake: what a head adds to its layer. */
+static void take_spread(struct dkv_cu_engine *engine, const struct dkv_cu_slot *slot,
+                        const struct dkv_cu_pending *pending)
+{
+    const struct dkv_cu_report *report = (const struct dkv_cu_report *)(slot->io.base +
+                                                                        pending->report);
+    engine->layers[pending->item].entropy += report->entropy;
+    engine->layers[pending->item].variance += report->variance;
 }
 
 enum dkv_status dkv_cu_drain(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
                              struct dkv_error *err)
 {
     enum dkv_status status = DKV_OK;
-    if (slot->n_pending > 0)
+    if (slot->n_pending > 0 || slot->n_pending_choices > 0)
         status = dkv_cu_check(engine, cudaEventSynchronize(slot->done), "scoring a batch", err);
     for (uint32_t i = 0; i < slot->n_pending && status == DKV_OK; i++)
-        if (judge(slot, &slot->pending[i]))
+        if (judge(slot, &slot->pending[i])) {
             copy_results(slot, &slot->pending[i]);
+            take_spread(engine, slot, &slot->pending[i]);
+        }
+    for (uint32_t i = 0; i < slot->n_pending_choices && status == DKV_OK; i++) {
+        const struct dkv_cu_pending_choice *pending = &slot->pending_choices[i];
+        if (slot->items[pending->item].status == DKV_OK && !slot->retry[pending->item])
+            copy_choice(slot, pending);
+    }
     slot->n_pending = 0;
+    slot->n_pending_choices = 0;
     slot->io.used = 0;
     return status;
 }

@@ -1,6 +1,8 @@
 /* What a block looks like to the device, and what each of its units takes of each memory. Pure. */
 #include "kernels/cuda/host.h"
 
+#include "kernels/policies/random.h"
+
 const struct dkv_page_table *dkv_cu_table_of(const struct dkv_block *block, bool of_values)
 {
     if (block->page_tokens == 0)
@@ -91,6 +93,39 @@ static void describe_query(const struct dkv_block *block, const struct dkv_plan 
                                 (uint64_t)view->token_stride, (uint64_t)view->head_stride, 0);
 }
 
+/* The form of a rule in kernels. */
+static enum dkv_cu_form form_of(const struct dkv_rule *rule, const struct dkv_params *params)
+{
+    if (rule->source != DKV_SOURCE_ROWS)
+        return DKV_CU_FORM_UNSEEN;
+    switch (rule->psi) {
+    case DKV_PSI_ONE: return DKV_CU_FORM_P;
+    case DKV_PSI_PROJ: return DKV_CU_FORM_PROJ;
+    case DKV_PSI_DIST:
+        return params->reduce == DKV_REDUCE_EMA_FIRST ? DKV_CU_FORM_AVERAGE : DKV_CU_FORM_DIST;
+    default: return DKV_CU_FORM_DROPKV;
+    }
+}
+
+/* What the block's policy asks for. */
+static void describe_rule(const struct dkv_item *item, struct dkv_cu_block *out)
+{
+    const struct dkv_params *params = item->params;
+    const struct dkv_rule *rule = dkv_rule_of(params->policy);
+    out->form = form_of(rule, params);
+    out->source = rule->source;
+    if (rule->source != DKV_SOURCE_ROWS || rule->psi == DKV_PSI_ONE)
+        out->v_dim = 0;
+    out->reduce = params->reduce;
+    out->variance = rule->variance;
+    out->metric = item->block->value_metric != NULL;
+    out->plain_anchor = params->anchor == DKV_ANCHOR_PLAIN;
+    out->gamma = (float)params->gamma;
+    out->ema_alpha = (float)params->ema_alpha;
+    out->hash = dkv_random_layer(params->seed, (uint64_t)params->layer + item->plan->index);
+    out->chosen = item->plan->general;
+}
+
 /* Everything but the table pointers. */
 void dkv_cu_describe(const struct dkv_item *item, struct dkv_cu_block *out)
 {
@@ -122,6 +157,27 @@ void dkv_cu_describe(const struct dkv_item *item, struct dkv_cu_block *out)
         .keep = (uint32_t)plan->keep_tokens,
     };
     describe_query(block, plan, out);
+    describe_rule(item, out);
+}
+
+/* Bytes of tensors that the policy reads and that are on the host. */
+static void need_tensors(const struct dkv_item *item, const struct dkv_cu_block *desc,
+                         struct dkv_cu_need *need)
+{
+    const struct dkv_block *block = item->block;
+    const size_t n = desc->n_valid;
+    const size_t query = dkv_cu_align((size_t)desc->q_head_stride * desc->group);
+    if (desc->source == DKV_SOURCE_ROWS && dkv_cu_on_host(&block->query))
+        *(query > DKV_CU_SMALL_QUERY ? &need->staged : &need->io_up) += query;
+    if (dkv_cu_reads_keys(desc) && dkv_cu_on_host(&block->key))
+        need->staged += dkv_cu_align((size_t)desc->k.token_stride * n);
+    if (desc->v_dim > 0 && dkv_cu_on_host(&block->value))
+        need->staged += dkv_cu_align((size_t)desc->v.token_stride * n);
+    if (block->value_metric != NULL)
+        need->staged += dkv_cu_align((size_t)desc->group * desc->v_dim * desc->v_dim *
+                                     sizeof(float));
+    if (block->external_scores != NULL)
+        need->staged += dkv_cu_align(n * sizeof(float));
 }
 
 struct dkv_cu_need dkv_cu_need_of(const struct dkv_cu_engine *engine, const struct dkv_item *item,
@@ -131,23 +187,23 @@ struct dkv_cu_need dkv_cu_need_of(const struct dkv_cu_engine *engine, const stru
     const struct dkv_block *block = item->block;
     const size_t n = desc->n_valid;
     struct dkv_cu_need need = {
-        .scratch = dkv_cu_align(n * sizeof(float)) + dkv_cu_align(scorer->unit_bytes(desc)),
+        .scratch = dkv_cu_align(scorer->unit_bytes(desc)),
         .io_up = sizeof(struct dkv_cu_unit) + sizeof(struct dkv_cu_report) +
                  dkv_cu_align(2 * desc->group * sizeof(float)) + 1024,
-        .io_down = dkv_cu_align(desc->keep * sizeof(int32_t)),
     };
-    if (dkv_cu_select_needs_keys(&engine->device, desc->n_valid))
-        need.scratch += dkv_cu_align((n + 4) * sizeof(uint32_t));
-    if (desc->nonfinite == DKV_NONFINITE_MASK)
-        need.scratch += dkv_cu_align((n + 31) / 32 * sizeof(unsigned));
-    if (item->scores_out != NULL)
-        need.io_down += dkv_cu_align(n * sizeof(float));
-    if (dkv_cu_on_host(&block->query))
-        need.io_up += dkv_cu_align((size_t)desc->q_head_stride * desc->group);
-    if (dkv_cu_on_host(&block->key))
-        need.staged += dkv_cu_align((size_t)desc->k.token_stride * n);
-    if (dkv_cu_on_host(&block->value))
-        need.staged += dkv_cu_align((size_t)desc->v.token_stride * n);
+    if (!desc->chosen || desc->spread) { /* the others' are their choice's */
+        need.scratch += dkv_cu_align(n * sizeof(float));
+        if (desc->nonfinite == DKV_NONFINITE_MASK)
+            need.scratch += dkv_cu_align((n + 31) / 32 * sizeof(unsigned));
+    }
+    if (!desc->chosen) {
+        need.io_down = dkv_cu_align(desc->keep * sizeof(int32_t));
+        if (dkv_cu_select_needs_keys(&engine->device, desc->n_valid))
+            need.scratch += dkv_cu_align((n + 4) * sizeof(uint32_t));
+        if (item->scores_out != NULL)
+            need.io_down += dkv_cu_align(n * sizeof(float));
+    }
+    need_tensors(item, desc, &need);
     for (int side = 0; side < 2; side++) {
         const struct dkv_page_table *table = dkv_cu_table_of(block, side == 1);
         const struct dkv_view *view = side == 1 ? &block->value : &block->key;
@@ -161,5 +217,33 @@ struct dkv_cu_need dkv_cu_need_of(const struct dkv_cu_engine *engine, const stru
         else
             need.staged += bytes;
     }
+    return need;
+}
+
+struct dkv_cu_need dkv_cu_choice_need_of(const struct dkv_item *item)
+{
+    const struct dkv_block *block = item->block;
+    const size_t heads = block->kv_heads, n = item->plan->n_valid, stride = (n + 3) & ~(size_t)3;
+    const bool chunks = item->params->granularity > 1;
+    struct dkv_cu_need need = {
+        .scratch = dkv_cu_align(heads * stride * sizeof(float)) + dkv_cu_align(heads * stride) +
+                   dkv_cu_align(heads * sizeof(int)) +
+                   dkv_cu_align(DKV_CU_CHOICE_BINS * sizeof(unsigned)),
+        .io_up = sizeof(struct dkv_cu_choice) + dkv_cu_align(heads * sizeof(uint32_t)),
+        .io_down = dkv_cu_align(heads * sizeof(uint32_t)) +
+                   dkv_cu_align(item->plan->keep_capacity * sizeof(int32_t)),
+    };
+    if (chunks || item->params->pool != DKV_POOL_NONE)
+        need.scratch += dkv_cu_align(heads * stride * sizeof(float));
+    if (chunks)
+        need.scratch += dkv_cu_align(heads * stride * sizeof(float)) + dkv_cu_align(heads * stride);
+    if (item->params->nonfinite == DKV_NONFINITE_MASK)
+        need.scratch += dkv_cu_align(heads * ((n + 31) / 32) * sizeof(unsigned));
+    if (item->scores_out != NULL)
+        need.io_down += dkv_cu_align(heads * n * sizeof(float));
+    if (block->token_weight != NULL)
+        need.staged += dkv_cu_align(heads * n * sizeof(float));
+    if (block->carry_in != NULL)
+        need.staged += dkv_cu_align(heads * n * sizeof(float));
     return need;
 }

@@ -155,4 +155,22 @@ __device__ __forceinline__ bool dkv_cu_masked(const dkv_cu_unit &unit, uint32_t 
     return unit.mask && (unit.mask[key >> 5] >> (key & 31) & 1);
 }
 
+/* The key that is the only one some row sees, or ~0. */
+__device__ inline uint32_t dkv_cu_lone_key(const unsigned *mask, uint32_t n, uint32_t window)
+{
+    uint32_t first = ~0u;
+    for (uint32_t i = 0; i < n; i++) {
+        if (i % 32 == 0 && mask[i / 32] == ~0u) {
+            i += 31;
+            continue;
+        }
+        if (mask[i / 32] >> (i % 32) & 1)
+            continue;
+        if (first != ~0u)
+            return i > n - window ? first : ~0u;
+        first = i;
+    }
+    return first;
+}
+
 #endif

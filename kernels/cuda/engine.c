@@ -124,7 +124,9 @@ static enum dkv_status submit(struct dkv_cu_engine *engine, struct dkv_cu_slot *
     (void)cudaStreamSynchronize(engine->copies); /* nothing of it may be left running */
     (void)cudaStreamSynchronize(engine->stream);
     engine->n_jobs = 0;
+    engine->held = 0;
     slot->n_pending = 0;
+    slot->n_pending_choices = 0;
     slot->io.used = 0;
     slot->rows.used = 0;
     return status;

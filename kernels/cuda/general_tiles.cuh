@@ -90,22 +90,23 @@ __device__ void find_rows(const dkv_cu_block &block, const dkv_cu_unit &unit, co
                                    ? dkv_cu_row(block.k, unit.k, token, &unit.report->bad_k_entry)
                                    : nullptr;
         else
-            s.value_rows[slot] = wanted
+            s.value_rows[slot] = wanted && block.v_dim > 0
                                      ? dkv_cu_row(block.v, unit.v, token, &unit.report->bad_v_entry)
                                      : nullptr;
     }
 }
 
-/* Values are used less the first visible key's value. Scores do not change, but then values that
- * are all equal give exact zeros, and a common offset costs no digits. Rounded probabilities do not
- * add up to 1, so there nothing may be taken away. */
+/* Where terms are distances values are used less the first visible key's value. Scores do not
+ * change, but then values that are all equal give exact zeros, and a common offset costs no digits.
+ * Rounded probabilities do not add up to 1, nor do an average's over the prefix, so there nothing
+ * may be taken away. */
 __device__ void load_center(const dkv_cu_block &block, const dkv_cu_unit &unit, float *center)
 {
     uint32_t key = 0;
     while (key < block.n_valid && dkv_cu_masked(unit, key))
         key++;
     const unsigned char *row = nullptr;
-    if (key < block.n_valid && !rounds_output(block))
+    if (key < block.n_valid && moves_origin(block))
         row = dkv_cu_row(block.v, unit.v, block.valid_from + key, &unit.report->bad_v_entry);
     for (uint32_t dim = threadIdx.x; dim < DKV_HEAD_DIM_MAX; dim += blockDim.x)
         center[dim] = row && dim < block.v_dim

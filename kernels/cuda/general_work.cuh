@@ -31,7 +31,13 @@ struct row_result {
     float top;
     float p_top;    /* 0: this row adds nothing */
     int top_key;    /* its term is top_term */
-    float top_term; /* already times the range factor */
+    float top_term; /* already times the range factor; DKV_CU_FORM_AVERAGE: 1 - p_top */
+};
+
+/* What average leaves per query head. */
+struct bar_result {
+    int key;    /* the one that may have more than half of the average; -1: none */
+    float term; /* its term */
 };
 
 /* Where things are in unit.work. */
@@ -40,11 +46,21 @@ struct layout {
     uint32_t n_ranges;
     uint32_t range_keys;
     uint32_t partial_floats;
-    size_t value_max; /* float [n_ranges]: largest |v| */
-    size_t results;   /* row_result [rows] */
-    size_t output;    /* float [rows][v_dim] */
+    size_t value_max;  /* float [n_ranges]: largest |v| */
+    size_t results;    /* row_result [rows] */
+    size_t output;     /* float [rows][v_dim] */
+    size_t weights;    /* float [rows]: in the reduction over rows */
+    size_t projected;  /* float [rows][v_dim]: M times the output, if there is a metric */
+    size_t bars;       /* bar_result [group] */
+    size_t bar_output; /* float [group][v_dim] */
+    size_t spread;     /* double [tiles][2] */
     size_t bytes;
 };
+
+__host__ __device__ inline uint32_t ceil_div(uint32_t a, uint32_t b)
+{
+    return (a + b - 1) / b;
+}
 
 __host__ __device__ inline layout layout_of(const dkv_cu_block &block)
 {
@@ -61,13 +77,17 @@ __host__ __device__ inline layout layout_of(const dkv_cu_block &block)
     l.value_max = range_bytes * l.n_ranges;
     l.results = l.value_max + max_ranges * sizeof(float);
     l.output = l.results + l.rows * sizeof(row_result);
-    l.bytes = l.output + static_cast<size_t>(l.rows) * block.v_dim * sizeof(float);
+    const size_t output_bytes = static_cast<size_t>(l.rows) * block.v_dim * sizeof(float);
+    const bool averaged = block.form == DKV_CU_FORM_AVERAGE;
+    l.weights = l.output + output_bytes;
+    l.projected = l.weights + l.rows * sizeof(float);
+    l.bars = l.projected + (block.metric ? output_bytes : 0);
+    l.bar_output = l.bars + (averaged ? block.group * sizeof(bar_result) : 0);
+    l.spread = l.bar_output + (averaged ? block.group * block.v_dim * sizeof(float) : 0);
+    l.spread = (l.spread + 15) & ~static_cast<size_t>(15);
+    l.bytes = l.spread +
+              (block.spread ? ceil_div(block.n_valid, tile_keys) * 2 * sizeof(double) : 0);
     return l;
-}
-
-__host__ __device__ inline uint32_t ceil_div(uint32_t a, uint32_t b)
-{
-    return (a + b - 1) / b;
 }
 
 /* The wave's work: item i of a kernel belongs to the last unit whose first item is <= i. */
@@ -97,6 +117,19 @@ __device__ __host__ inline bool rounds_output(const dkv_cu_block &block)
 {
     return block.p_round && block.eps > 0 &&
            (block.q_dtype == DKV_BF16 || block.q_dtype == DKV_FP16);
+}
+
+/* True if the values' origin does not matter to the terms, so that another may be taken. */
+__device__ inline bool moves_origin(const dkv_cu_block &block)
+{
+    return (block.form == DKV_CU_FORM_DROPKV || block.form == DKV_CU_FORM_DIST) &&
+           !rounds_output(block);
+}
+
+/* The window's values stay out of averaged outputs. */
+__device__ inline bool left_out(const dkv_cu_block &block, uint32_t key)
+{
+    return block.form == DKV_CU_FORM_AVERAGE && key >= block.n_valid - block.window;
 }
 
 } // namespace

@@ -6,6 +6,7 @@
  *   describe.c what a block looks like to the device
  *   place.c    puts a unit's inputs where the device reads them
  *   wave.c     packs units into waves and launches them
+ *   choice.c   blocks whose heads are selected together, and requests whose layers are
  *   stage.c    which host tensors go where on the device
  *   ring.c     takes them there through pinned chunks
  *   answer.c   copies results to the callers; turns reports into sentences
@@ -45,6 +46,7 @@ extern "C" {
 #define DKV_CU_UNITS_MAX   16384u              /* of a slot, between two synchronises */
 #define DKV_CU_SCORERS_MAX 8u
 #define DKV_CU_SMALL_TABLE ((size_t)256 << 10) /* larger page tables are staged like tensors */
+#define DKV_CU_SMALL_QUERY ((size_t)1 << 20)   /* a unit's larger queries are, too */
 
 /* Moments of a wave that benchmarks ask for. */
 enum dkv_cu_mark {
@@ -90,9 +92,17 @@ struct dkv_cu_pending {
     uint32_t item;
     uint32_t head;
     size_t report;
+    size_t keep;   /* 0: the block is chosen */
+    size_t scores; /* 0: not wanted, or chosen */
+    bool direct;   /* the device has sent both to the caller */
+};
+
+/* The same of a choice. */
+struct dkv_cu_pending_choice {
+    uint32_t item;
+    size_t counts; /* [kv_heads], then the indices */
     size_t keep;
     size_t scores; /* 0: not wanted */
-    bool direct;   /* the device has sent both to the caller */
 };
 
 struct dkv_cu_slot {
@@ -101,6 +111,8 @@ struct dkv_cu_slot {
     unsigned char *io_device;
     struct dkv_cu_pending *pending; /* [DKV_CU_UNITS_MAX] */
     uint32_t n_pending;
+    struct dkv_cu_pending_choice *pending_choices; /* [max_items] */
+    uint32_t n_pending_choices;
     struct dkv_item *items; /* of the batch in flight; NULL: free */
     size_t n_items;
     unsigned char *retry; /* [max_items]: this block goes to the general scorer */
@@ -157,7 +169,10 @@ struct dkv_cu_builder {
     struct dkv_cu_block *blocks; /* [max_items] */
     struct dkv_cu_unit *units;   /* [DKV_CU_UNITS_MAX]: in the order of items */
     struct dkv_cu_pending *pending;
-    unsigned char *scorer; /* [max_items], of each block */
+    unsigned char *scorer;         /* [max_items], of each block */
+    struct dkv_cu_choice *choices; /* [max_items] */
+    uint32_t *choice_items;        /* of each */
+    uint32_t n_choices;
     uint32_t n_blocks;
     uint32_t n_units;
     size_t io_begin;     /* of the wave's span */
@@ -174,6 +189,13 @@ struct dkv_cu_half {
     bool dirty; /* copies were queued for the wave that is being built */
 };
 
+/* What a layer's share is found from. */
+struct dkv_cu_layer {
+    double entropy, variance; /* sums over its heads */
+    double preference;
+    uint64_t share;
+};
+
 struct dkv_cu_engine {
     struct dkv_cu_device device;
     uint8_t uuid[DKV_UUID_BYTES];
@@ -188,6 +210,8 @@ struct dkv_cu_engine {
     bool lost; /* a sticky error was seen: nothing works any more */
     bool general_only;
     struct dkv_cu_arena scratch; /* device; reused by wave after wave */
+    size_t held;                 /* of scratch: a block whose heads come in several waves */
+    struct dkv_cu_layer *layers; /* [max_items]: layers=cake */
     unsigned char *shared;       /* device; see dkv_cu_scorer.shared_bytes */
     size_t shared_bytes;
     size_t wave_scratch; /* scratch of the last wave */
@@ -259,6 +283,11 @@ size_t dkv_cu_table_bytes(const struct dkv_block *block, const struct dkv_page_t
 /* True if the table is on the host and its tensor is not: kernels read it from a copy. */
 bool dkv_cu_is_uploaded(const struct dkv_view *view, const struct dkv_page_table *table);
 
+static inline bool dkv_cu_reads_keys(const struct dkv_cu_block *desc)
+{
+    return desc->source <= DKV_SOURCE_KEY_ANGLE;
+}
+
 /* Everything but the table pointers. */
 void dkv_cu_describe(const struct dkv_item *item, struct dkv_cu_block *out);
 
@@ -274,7 +303,13 @@ struct dkv_cu_need dkv_cu_need_of(const struct dkv_cu_engine *engine, const stru
                                   const struct dkv_cu_block *desc,
                                   const struct dkv_cu_scorer *scorer);
 
+/* The same for the whole of a chosen block, beside its units. */
+struct dkv_cu_need dkv_cu_choice_need_of(const struct dkv_item *item);
+
 /* ---- place.c ---- */
+
+/* Room in the staging memory of the wave that is being built. */
+void *dkv_cu_stage_take(struct dkv_cu_engine *engine, size_t bytes);
 
 /* Device address of what is at `at` in the slot's pinned io. */
 static inline void *dkv_cu_twin(const struct dkv_cu_slot *slot, const void *at)
@@ -282,14 +317,15 @@ static inline void *dkv_cu_twin(const struct dkv_cu_slot *slot, const void *at)
     return slot->io_device + ((const unsigned char *)at - slot->io.base);
 }
 
-/* Adds the item's block, then units of it, to the wave that is being built. Errors are the
- * device's; a bad page table entry of a host tensor fails the item. */
+/* Adds the item's block, then units of it, to the wave that is being built; `choice` has the memory
+ * of a chosen block's heads, or is NULL. Errors are the device's; a bad page table entry of a host
+ * tensor fails the item. */
 enum dkv_status dkv_cu_add_block(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
                                  struct dkv_item *item, const struct dkv_cu_block *desc,
                                  unsigned char scorer, struct dkv_error *err);
 enum dkv_status dkv_cu_add_unit(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
                                 uint32_t item_index, uint32_t head, const struct dkv_cu_need *need,
-                                struct dkv_error *err);
+                                const struct dkv_cu_choice *choice, struct dkv_error *err);
 
 /* ---- direct.c ---- */
 
@@ -306,6 +342,37 @@ enum dkv_status dkv_cu_send_direct(struct dkv_cu_engine *engine, const struct dk
  * only a failure of the whole batch is returned. */
 enum dkv_status dkv_cu_run_items(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
                                  const unsigned char *only, struct dkv_error *err);
+
+/* Launches the wave that is being built, and begins the next one. */
+enum dkv_status dkv_cu_launch_wave(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                                   struct dkv_error *err);
+void dkv_cu_begin_wave(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot);
+
+/* Which scorer answers a block. */
+unsigned char dkv_cu_choose_scorer(const struct dkv_cu_engine *engine,
+                                   const struct dkv_cu_block *block);
+
+/* True if there is room in the wave for `n_units` more that need so much together. */
+bool dkv_cu_fits(const struct dkv_cu_engine *engine, const struct dkv_cu_slot *slot,
+                 const struct dkv_cu_need *need, uint32_t n_units);
+
+/* Makes room for so much: launches what there is, then waits for it if io is the shortage. */
+enum dkv_status dkv_cu_make_room(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                                 const struct dkv_cu_need *need, bool *fits_out,
+                                 struct dkv_error *err);
+
+/* Adds all units of an item's block, in as many waves as they take. */
+enum dkv_status dkv_cu_run_heads(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                                 uint32_t index, const struct dkv_cu_block *desc,
+                                 const struct dkv_cu_choice *choice, struct dkv_error *err);
+
+/* choice.c: a chosen block, of which each head keeps `keep` tokens on average. */
+enum dkv_status dkv_cu_run_chosen(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                                  uint32_t index, uint64_t keep, struct dkv_error *err);
+
+/* layers=cake: the items of one request from `index` on. *n_out is how many that were. */
+enum dkv_status dkv_cu_run_layers(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                                  uint32_t index, uint32_t *n_out, struct dkv_error *err);
 
 /* stage.c: queues the copy of tokens first_token.. of one head of a host view, dense, to
  * `to_device`, or of plain bytes. Jobs run in groups, the last ones at dkv_cu_stage_flush(); a bad

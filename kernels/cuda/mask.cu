@@ -1,4 +1,5 @@
-/* nonfinite=mask: which tokens of which unit have a key or value that is not a number.
+/* nonfinite=mask: which tokens of which unit have a key or value that is not a number, of those
+ * that their policy reads.
  *
  * keys [n][D], values [n][Dv] of a unit -> unit.mask, one bit a key. One item is one unit's 32
  * keys, a warp looks at 4 of them in turn, 32 lanes at 8 elements each. A token behind a bad table
@@ -33,9 +34,9 @@ __global__ void __launch_bounds__(threads)
     __shared__ unsigned word;
     for (uint32_t u = 0; u < n_units; u++) {
         const dkv_cu_unit &unit = units[u];
-        if (!unit.mask)
-            continue;
         const dkv_cu_block &block = blocks[unit.block];
+        if (!unit.mask || block.source > DKV_SOURCE_KEY_ANGLE) /* keys.cu writes those */
+            continue;
         for (uint32_t at = blockIdx.x; at * 32 < block.n_valid; at += gridDim.x) {
             if (threadIdx.x == 0)
                 word = 0;
@@ -47,8 +48,9 @@ __global__ void __launch_bounds__(threads)
                     break;
                 const unsigned char *key = dkv_cu_row(block.k, unit.k, token,
                                                       &unit.report->bad_k_entry);
-                const unsigned char *value = dkv_cu_row(block.v, unit.v, token,
-                                                        &unit.report->bad_v_entry);
+                const unsigned char *value = block.v_dim > 0 ? dkv_cu_row(block.v, unit.v, token,
+                                                                          &unit.report->bad_v_entry)
+                                                             : key;
                 if (is_bad(block.k, key, block.head_dim, unit.k_scale) ||
                     is_bad(block.v, value, block.v_dim, unit.v_scale))
                     if (threadIdx.x % 32 == 0)

@@ -64,6 +64,8 @@ static enum dkv_status load_kernels(struct dkv_cu_engine *engine, struct dkv_err
     struct dkv_cu_device *device = &engine->device;
     cudaError_t error = dkv_cu_select_prepare(device);
     if (error == cudaSuccess)
+        error = dkv_cu_choose_prepare(device);
+    if (error == cudaSuccess)
         error = dkv_cu_mask_prepare();
     for (size_t i = 0; dkv_cu_scorers[i] != NULL && error == cudaSuccess; i++) {
         const struct dkv_cu_scorer *scorer = dkv_cu_scorers[i];
@@ -87,8 +89,9 @@ static enum dkv_status make_slot(struct dkv_cu_engine *engine, struct dkv_cu_slo
 {
     enum dkv_status status;
     slot->pending = malloc(DKV_CU_UNITS_MAX * sizeof(*slot->pending));
+    slot->pending_choices = malloc(engine->max_items * sizeof(*slot->pending_choices));
     slot->retry = calloc(engine->max_items, 1);
-    if (slot->pending == NULL || slot->retry == NULL)
+    if (slot->pending == NULL || slot->pending_choices == NULL || slot->retry == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "cuda: out of host memory");
     slot->io.bytes = DKV_CU_IO_BYTES;
     status = dkv_cu_check(engine, cudaMallocHost((void **)&slot->io.base, DKV_CU_IO_BYTES),
@@ -137,7 +140,11 @@ static enum dkv_status make_builder(struct dkv_cu_engine *engine, struct dkv_err
     b->scorer = calloc(engine->max_items, sizeof(*b->scorer));
     b->units = calloc(DKV_CU_UNITS_MAX, sizeof(*b->units));
     b->pending = calloc(DKV_CU_UNITS_MAX, sizeof(*b->pending));
-    if (b->blocks == NULL || b->scorer == NULL || b->units == NULL || b->pending == NULL)
+    b->choices = calloc(engine->max_items, sizeof(*b->choices));
+    b->choice_items = calloc(engine->max_items, sizeof(*b->choice_items));
+    engine->layers = calloc(engine->max_items, sizeof(*engine->layers));
+    if (b->blocks == NULL || b->scorer == NULL || b->units == NULL || b->pending == NULL ||
+        b->choices == NULL || b->choice_items == NULL || engine->layers == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "cuda: out of host memory");
     return DKV_OK;
 }
@@ -150,6 +157,8 @@ static void free_builder(struct dkv_cu_builder *b)
     free(b->scorer);
     free(b->units);
     free(b->pending);
+    free(b->choices);
+    free(b->choice_items);
     free(b);
 }
 
@@ -212,6 +221,7 @@ static void free_slot(struct dkv_cu_slot *slot)
         (void)cudaEventDestroy(slot->done);
     }
     free(slot->pending);
+    free(slot->pending_choices);
     free(slot->retry);
     (void)cudaFreeHost(slot->io.base);
     (void)cudaFree(slot->io_device);
@@ -261,6 +271,7 @@ void dkv_cu_close(struct dkv_engine *opaque)
     dkv_cu_context_close(engine);
     dkv_threads_close(engine->crew);
     free_builder(engine->builder);
+    free(engine->layers);
     free(engine);
 }
 

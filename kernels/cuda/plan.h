@@ -12,10 +12,17 @@
  * 2^(2 * *unit.exponent), before pooling, 0 for masked tokens. The factor keeps small scores apart
  * (docs/numerics.md, Range); selection needs only the order and descales what it reports.
  *
+ * Blocks with plan->general are not selected head by head: the scores of all their heads stay where
+ * they are, in whatever waves those were scored, and a choice, in the wave of the last one, makes
+ * an answer of them (choose.cu).
+ *
+ * What is scored is the policy's rule (kernels/rule.h): its forms are compiled into kernels, and
+ * the block says which of them to launch.
+ *
  * Adding a scorer: one row in dkv_cu_scorers (scorers.c), fastest first; the general one, last,
- * takes everything. A scorer that meets something it cannot answer (a non-finite number, a value
- * out of its range) sets DKV_CU_RETRY in the unit's report: the block is then run again by the
- * general scorer, which finds the place or the answer.
+ * takes everything that has query rows. A scorer that meets something it cannot answer (a
+ * non-finite number, a value out of its range) sets DKV_CU_RETRY in the unit's report: the block is
+ * then run again by the general scorer, which finds the place or the answer.
  *
  * Seen by C and CUDA C++.
  */
@@ -25,6 +32,7 @@
 #include <cuda_runtime_api.h>
 
 #include "kernels/engine.h"
+#include "kernels/rule.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -53,6 +61,16 @@ struct dkv_cu_rows {
     uint32_t align; /* every row starts at a multiple of this: 1, 2, 4, 8 or 16 */
 };
 
+/* The forms that rules take in kernels. */
+enum dkv_cu_form {
+    DKV_CU_FORM_DROPKV,  /* odds^2 * distance^2, summed */
+    DKV_CU_FORM_P,       /* p */
+    DKV_CU_FORM_PROJ,    /* p * (a . v) */
+    DKV_CU_FORM_DIST,    /* odds * distance */
+    DKV_CU_FORM_AVERAGE, /* rows become one; then odds * distance */
+    DKV_CU_FORM_UNSEEN,  /* no query rows: block.source says what */
+};
+
 struct dkv_cu_block {
     struct dkv_cu_rows k;
     struct dkv_cu_rows v;
@@ -63,7 +81,7 @@ struct dkv_cu_block {
     uint32_t group;  /* g */
     uint32_t window; /* w */
     uint32_t head_dim;
-    uint32_t v_dim;
+    uint32_t v_dim; /* 0: the rule does not read values */
     uint32_t n_valid;
     uint32_t valid_from;
     float scale;          /* of logits */
@@ -78,7 +96,18 @@ struct dkv_cu_block {
     uint32_t kernel;
     uint32_t sinks;
     uint32_t recent;
-    uint32_t keep; /* k */
+    uint32_t keep;     /* k */
+    uint32_t chosen;   /* selected with the other heads, by a choice */
+    uint32_t form;     /* enum dkv_cu_form */
+    uint32_t source;   /* enum dkv_source */
+    uint32_t reduce;   /* enum dkv_reduce, over the window's rows */
+    uint32_t variance; /* of the rule: gamma times the rows' variance is added */
+    uint32_t spread;   /* layers=cake: the report gets entropy and variance */
+    uint32_t metric;   /* distances are |M (a - v)| */
+    uint32_t plain_anchor;
+    float gamma;
+    float ema_alpha;
+    uint64_t hash; /* of seed and layer */
 };
 
 /* What kernels found wrong with a unit, all bits set where nothing was. Written with atomicMin (so
@@ -89,6 +118,7 @@ struct dkv_cu_report {
     unsigned long long nonfinite; /* packed place (DKV_CU_PLACE), or ~0 */
     unsigned flags;               /* enum dkv_cu_flag, 0 at the start */
     int exponent;                 /* what unit.exponent points at */
+    double entropy, variance;     /* block.spread: sums over query heads, rows and prefix */
 };
 
 enum dkv_cu_flag {
@@ -108,8 +138,10 @@ struct dkv_cu_unit {
     const unsigned char *v;
     const float *q_scales;    /* device, [g]: of fp8 queries; NULL: 1 */
     const float *sink_logits; /* device, [g] of this unit; NULL: none */
+    const float *metric;      /* device, [g][v_dim][v_dim]; NULL: none */
+    const float *given;       /* device, external_scores [n_valid]; NULL: none */
     float *scores;            /* [n_valid], aligned to 16 bytes; see the top comment */
-    int *exponent;            /* written by the scorer */
+    int *exponent;            /* written by the scorer; of chosen blocks not in the report */
     unsigned *mask;           /* nonfinite=mask: bit i set: key i is masked; else NULL */
     unsigned char *work;      /* the scorer's scratch, unit_bytes() of it, aligned to 256 */
     uint32_t *keys;           /* selection's scratch, [n_valid], or NULL: it uses shared memory */
@@ -122,14 +154,60 @@ struct dkv_cu_unit {
     uint32_t head;  /* KV head */
 };
 
+/* The selection of a block whose heads are looked at together; arrays are [heads][stride] and those
+ * of chunks, where these are what is kept, begin with each head's first. kernels/choose.h has what
+ * it computes; here scores are float32 all along. */
+struct dkv_cu_choice {
+    float *raw;           /* in: as scorers leave them, each with its head's factor */
+    const int *exponents; /* [heads] of that factor */
+    float *pooled;
+    float *chunk_raw;     /* NULL: chunk is 1 */
+    uint8_t *token_class; /* of tokens */
+    uint8_t *chunk_class; /* of chunks; of tokens too where chunk is 1 */
+    unsigned *mask;       /* [heads][mask_words], as in dkv_cu_unit; NULL: none */
+    unsigned *bins;       /* scratch, DKV_CU_CHOICE_BINS of them */
+    const float *weight;  /* [heads][n]: of criticalkv; NULL: 1 */
+    const float *carry;   /* [heads][n]: scores of earlier calls; NULL: none */
+    const uint32_t *each; /* [heads] tokens of each head; NULL: `keep` */
+    uint32_t *counts_out; /* [heads] */
+    int32_t *keep_out;    /* [capacity], head after head */
+    float *scores_out;    /* [heads][n], as reported; NULL if not wanted */
+    uint32_t capacity;
+    uint32_t heads;
+    uint32_t n;
+    uint32_t stride; /* n, rounded up to a multiple of 4 */
+    uint32_t mask_words;
+    uint32_t window; /* a row that sees one key protects that; 0: no rows */
+    uint32_t first_index;
+    uint32_t sinks;
+    uint32_t recent;
+    uint32_t keep;
+    uint32_t min_keep;
+    uint32_t chunk;
+    uint32_t pool; /* enum dkv_pool */
+    uint32_t kernel;
+    uint32_t scope_begin; /* of pooling */
+    uint32_t scope_end;
+    uint32_t mode; /* enum dkv_heads */
+    uint32_t one_set;
+    uint32_t two_stages;
+    uint32_t carry_largest; /* a maximum goes on, not a sum */
+    double alpha;
+};
+
+#define DKV_CU_CHOICE_BINS (3u * 2048u + 16u)
+
 /* One wave. `*_host` are the same structs in pinned memory (device pointers inside). */
 struct dkv_cu_wave {
     const struct dkv_cu_block *blocks; /* device */
     const struct dkv_cu_unit *units;   /* device, sorted by scorer */
     const struct dkv_cu_block *blocks_host;
     const struct dkv_cu_unit *units_host;
+    const struct dkv_cu_choice *choices; /* device */
+    const struct dkv_cu_choice *choices_host;
     uint32_t n_blocks;
     uint32_t n_units;
+    uint32_t n_choices;
     unsigned char *shared; /* device, aligned to 256: the largest shared_bytes() of all scorers */
 };
 
@@ -140,8 +218,9 @@ struct dkv_cu_device {
     int multiprocessors;
     int shared_bytes_max; /* per thread block, opt-in */
     int l2_bytes;
-    uint32_t cluster_max;  /* thread blocks of a selection cluster; 1: none */
-    bool waits_for_scores; /* selection may be launched before scoring ends */
+    uint32_t cluster_max;    /* thread blocks of a selection cluster; 1: none */
+    uint32_t choice_cluster; /* thread blocks of a choice, at most */
+    bool waits_for_scores;   /* selection may be launched before scoring ends */
     char name[96];
 };
 
@@ -172,16 +251,20 @@ struct dkv_cu_scorer {
     cudaError_t (*launch)(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
                           uint32_t first, uint32_t n, const void *extra_host,
                           const void *extra_device, cudaStream_t stream);
+    /* takes() heeds the block's form; otherwise it is asked for DropKV's alone. */
+    bool knows_rules;
 };
 
-/* Fastest first; the last one, the general scorer, takes every block. Ends with NULL. */
+/* Fastest first; the last one, the general scorer, takes every block that the others leave. Ends
+ * with NULL. */
 extern const struct dkv_cu_scorer *const dkv_cu_scorers[];
 
 /* nonfinite=mask: writes unit.mask of every unit that has one, before any scorer runs. */
 cudaError_t dkv_cu_mask_prepare(void);
 cudaError_t dkv_cu_mask_launch(const struct dkv_cu_wave *wave, cudaStream_t stream);
 
-/* Selection over all units: pools, selects, writes keep_out and scores_out. */
+/* Selection over all units but those of chosen blocks: pools, selects, writes keep_out and
+ * scores_out. */
 cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device); /* sets both fields above */
 /* True if a unit of n tokens needs unit.keys. */
 bool dkv_cu_select_needs_keys(const struct dkv_cu_device *device, uint32_t n_valid);
@@ -191,6 +274,11 @@ void dkv_cu_select_fill(const struct dkv_cu_device *device, const struct dkv_cu_
                         void *extra);
 cudaError_t dkv_cu_select_launch(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
                                  const void *extra_host, const void *extra_device,
+                                 cudaStream_t stream);
+
+/* The wave's choices, after everything else. */
+cudaError_t dkv_cu_choose_prepare(struct dkv_cu_device *device);
+cudaError_t dkv_cu_choose_launch(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
                                  cudaStream_t stream);
 
 #ifdef __cplusplus

@@ -2,10 +2,12 @@
 #include "kernels/cuda/plan.h"
 
 extern const struct dkv_cu_scorer dkv_cu_scorer_fast;
+extern const struct dkv_cu_scorer dkv_cu_scorer_keys;
 extern const struct dkv_cu_scorer dkv_cu_scorer_general;
 
 const struct dkv_cu_scorer *const dkv_cu_scorers[] = {
     &dkv_cu_scorer_fast,
+    &dkv_cu_scorer_keys,
     &dkv_cu_scorer_general,
     NULL,
 };

@@ -143,7 +143,7 @@ __device__ void write_kept(const select_crew &crew, select_state &s, const selec
 __device__ void finish_task(select_task &t)
 {
     if (t.mask)
-        t.lone_key = select_lone_key(t.mask, t.n, t.window);
+        t.lone_key = dkv_cu_lone_key(t.mask, t.n, t.window);
     if (t.scores_out)
         t.descale = ldexpf(1.0f, -*t.exponent);
 }

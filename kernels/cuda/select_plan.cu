@@ -2,7 +2,8 @@
  *
  * A unit is spread over as many blocks as keeps their shares near a number of tokens that is the
  * smallest for which all blocks of the wave run at once. So the longest unit of a mixed batch does
- * not hold up the rest, and a lone one has the device to itself.
+ * not hold up the rest, and a lone one has the device to itself. Units of chosen blocks (plan.h)
+ * have no seats.
  */
 #include "kernels/cuda/select_plan.cuh"
 
@@ -43,6 +44,11 @@ const dkv_cu_block &block_of(const dkv_cu_wave *wave, uint32_t unit)
     return wave->blocks_host[wave->units_host[unit].block];
 }
 
+bool is_chosen(const dkv_cu_wave *wave, uint32_t unit)
+{
+    return block_of(wave, unit).chosen != 0;
+}
+
 uint32_t log2_of(uint32_t size)
 {
     uint32_t log_size = 0;
@@ -67,6 +73,8 @@ uint32_t count_seats(const dkv_cu_device *device, const dkv_cu_wave *wave, uint3
     uint32_t seats = 0;
     uint32_t cluster = 1;
     for (uint32_t u = 0; u < wave->n_units; u++) {
+        if (is_chosen(wave, u))
+            continue;
         const uint32_t size = crew_size(block_of(wave, u).n_valid, share, device->cluster_max);
         cluster = size > cluster ? size : cluster;
         seats += size;
@@ -88,6 +96,8 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
     uint32_t tokens = 0;  /* of a block */
     uint32_t keys = 0;
     for (uint32_t u = 0; u < wave->n_units; u++) {
+        if (is_chosen(wave, u))
+            continue;
         const uint32_t n = block_of(wave, u).n_valid;
         const uint32_t share = select_share(n, log2_of(crew_size(n, s.share, device->cluster_max)));
         longest = n > longest ? n : longest;
@@ -223,7 +233,8 @@ extern "C" void dkv_cu_select_fill(const struct dkv_cu_device *device,
         tasks[u] = task_of(block_of(wave, u), wave->units_host[u]);
     for (uint32_t size = s.cluster; size > 0; size /= 2)
         for (uint32_t u = 0; u < wave->n_units; u++) {
-            if (crew_size(block_of(wave, u).n_valid, s.share, device->cluster_max) != size)
+            if (is_chosen(wave, u) ||
+                crew_size(block_of(wave, u).n_valid, s.share, device->cluster_max) != size)
                 continue;
             for (uint32_t rank = 0; rank < size; rank++)
                 seats[at++] = {u, static_cast<uint16_t>(rank), static_cast<uint16_t>(size)};
@@ -237,6 +248,8 @@ extern "C" cudaError_t dkv_cu_select_launch(const struct dkv_cu_device *device,
                                             const void *extra_device, cudaStream_t stream)
 {
     shape s = shape_of(device, wave);
+    if (s.n_seats == 0)
+        return cudaSuccess;
     cudaLaunchAttribute attributes[2];
     cudaLaunchConfig_t config = launch_config(s, device->waits_for_scores, attributes);
     config.stream = stream;

@@ -11,47 +11,57 @@
 #include <string.h>
 
 #include "kernels/cuda/host.h"
+#include "kernels/extras.h"
 
-static unsigned char choose_scorer(const struct dkv_cu_engine *engine,
+static bool may_take(const struct dkv_cu_engine *engine, const struct dkv_cu_scorer *scorer,
+                     const struct dkv_cu_block *block)
+{
+    return (scorer->knows_rules || block->form == DKV_CU_FORM_DROPKV) &&
+           scorer->takes(&engine->device, block);
+}
+
+unsigned char dkv_cu_choose_scorer(const struct dkv_cu_engine *engine,
                                    const struct dkv_cu_block *block)
 {
     unsigned char i = 0;
     while (dkv_cu_scorers[i + 1] != NULL &&
-           (engine->general_only || !dkv_cu_scorers[i]->takes(&engine->device, block)))
+           (engine->general_only || !may_take(engine, dkv_cu_scorers[i], block)))
         i++;
     return i;
 }
 
-static bool fits(const struct dkv_cu_engine *engine, const struct dkv_cu_slot *slot,
-                 const struct dkv_cu_need *need)
+bool dkv_cu_fits(const struct dkv_cu_engine *engine, const struct dkv_cu_slot *slot,
+                 const struct dkv_cu_need *need, uint32_t n_units)
 {
     const struct dkv_cu_builder *b = engine->builder;
     const struct dkv_cu_arena *stage = &engine->halves[engine->half].arena;
     const size_t fixed = b->n_units * (sizeof(struct dkv_cu_unit) + sizeof(struct dkv_cu_report)) +
-                         (b->n_blocks + 1) * sizeof(struct dkv_cu_block);
+                         (b->n_blocks + 1) * sizeof(struct dkv_cu_block) +
+                         (b->n_choices + 1) * sizeof(struct dkv_cu_choice);
     return need->scratch <= engine->scratch.bytes - engine->scratch.used &&
            need->staged <= stage->bytes - stage->used &&
            slot->io.used + fixed + b->result_bytes + need->io_up + need->io_down +
                    DKV_CU_EXTRA_BYTES <=
                slot->io.bytes &&
-           slot->n_pending + b->n_units < DKV_CU_UNITS_MAX;
+           slot->n_pending + b->n_units + n_units <= DKV_CU_UNITS_MAX;
 }
 
 /* ---- launching a wave ---- */
 
-static void begin_wave(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot)
+void dkv_cu_begin_wave(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot)
 {
     struct dkv_cu_builder *b = engine->builder;
+    b->n_choices = 0;
     b->n_blocks = 0;
     b->n_units = 0;
     b->result_bytes = 0;
     b->staged_bytes = 0;
     b->io_begin = slot->io.used;
-    engine->scratch.used = 0;
+    engine->scratch.used = engine->held;
     engine->halves[engine->half].arena.used = 0;
 }
 
-/* Copies blocks and units into io, units grouped by scorer; first_out[s] is where scorer s
+/* Copies blocks, units and choices into io, units grouped by scorer; first_out[s] is where scorer s
  * begins. */
 static void lay_out(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
                     struct dkv_cu_wave *wave, uint32_t *first_out)
@@ -59,7 +69,9 @@ static void lay_out(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
     struct dkv_cu_builder *b = engine->builder;
     struct dkv_cu_block *blocks = dkv_cu_take(&slot->io, b->n_blocks * sizeof(*blocks));
     struct dkv_cu_unit *units = dkv_cu_take(&slot->io, b->n_units * sizeof(*units));
+    struct dkv_cu_choice *choices = dkv_cu_take(&slot->io, b->n_choices * sizeof(*choices));
     memcpy(blocks, b->blocks, b->n_blocks * sizeof(*blocks));
+    memcpy(choices, b->choices, b->n_choices * sizeof(*choices));
     uint32_t at = 0;
     for (uint32_t s = 0; s < DKV_CU_SCORERS_MAX; s++) {
         first_out[s] = at;
@@ -75,45 +87,82 @@ static void lay_out(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
         .units = dkv_cu_twin(slot, units),
         .blocks_host = blocks,
         .units_host = units,
+        .choices = dkv_cu_twin(slot, choices),
+        .choices_host = choices,
         .n_blocks = b->n_blocks,
         .n_units = b->n_units,
+        .n_choices = b->n_choices,
         .shared = engine->shared,
     };
+}
+
+/* Takes room for results; *device_out is where kernels write them, the offset is returned. */
+static size_t take_result(struct dkv_cu_slot *slot, size_t bytes, void **device_out)
+{
+    unsigned char *host = dkv_cu_take(&slot->io, bytes);
+    *device_out = dkv_cu_twin(slot, host);
+    return (size_t)(host - slot->io.base);
+}
+
+static void lay_out_choices(const struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                            const struct dkv_cu_wave *wave)
+{
+    struct dkv_cu_choice *choices = (struct dkv_cu_choice *)(uintptr_t)wave->choices_host;
+    for (uint32_t i = 0; i < wave->n_choices; i++) {
+        struct dkv_cu_choice *choice = &choices[i];
+        struct dkv_cu_pending_choice *pending = &slot->pending_choices[slot->n_pending_choices + i];
+        void *counts, *keep, *scores = NULL;
+        pending->item = engine->builder->choice_items[i];
+        pending->counts = take_result(slot, choice->heads * sizeof(uint32_t), &counts);
+        pending->keep = take_result(slot, choice->capacity * sizeof(int32_t), &keep);
+        pending->scores = 0;
+        if (slot->items[pending->item].scores_out != NULL)
+            pending->scores = take_result(slot, (size_t)choice->heads * choice->n * sizeof(float),
+                                          &scores);
+        choice->counts_out = counts;
+        choice->keep_out = keep;
+        choice->scores_out = scores;
+    }
 }
 
 static void place_results(struct dkv_cu_slot *slot, struct dkv_cu_unit *unit,
                           struct dkv_cu_pending *pending, const struct dkv_cu_block *block)
 {
-    void *keep = dkv_cu_take(&slot->io, block->keep * sizeof(int32_t));
-    unit->keep_out = dkv_cu_twin(slot, keep);
-    pending->keep = (size_t)((unsigned char *)keep - slot->io.base);
-    pending->scores = 0;
-    if (slot->items[pending->item].scores_out != NULL) {
-        void *scores = dkv_cu_take(&slot->io, block->n_valid * sizeof(float));
-        unit->scores_out = dkv_cu_twin(slot, scores);
-        pending->scores = (size_t)((unsigned char *)scores - slot->io.base);
-    }
+    void *keep, *scores;
+    pending->keep = take_result(slot, block->keep * sizeof(int32_t), &keep);
+    unit->keep_out = keep;
+    if (slot->items[pending->item].scores_out == NULL)
+        return;
+    pending->scores = take_result(slot, block->n_valid * sizeof(float), &scores);
+    unit->scores_out = scores;
 }
 
 /* Reports start out clean and travel both ways; results follow them, and come down with them up to
  * *down_end_out. Those behind it are sent to their callers. */
-static void lay_out_results(struct dkv_cu_slot *slot, const struct dkv_cu_wave *wave,
-                            size_t *down_end_out)
+static void lay_out_results(const struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                            const struct dkv_cu_wave *wave, size_t *down_end_out)
 {
     struct dkv_cu_report *reports = dkv_cu_take(&slot->io, wave->n_units * sizeof(*reports));
     struct dkv_cu_unit *units = (struct dkv_cu_unit *)(uintptr_t)wave->units_host;
     struct dkv_cu_pending *pending = &slot->pending[slot->n_pending];
     for (uint32_t i = 0; i < wave->n_units; i++) {
-        reports[i] = (struct dkv_cu_report){~0ull, ~0ull, ~0ull, 0, 0};
+        const struct dkv_cu_block *block = &wave->blocks_host[units[i].block];
+        reports[i] = (struct dkv_cu_report){~0ull, ~0ull, ~0ull, 0, 0, 0, 0};
         units[i].report = dkv_cu_twin(slot, &reports[i]);
-        units[i].exponent = &units[i].report->exponent;
+        if (units[i].exponent == NULL)
+            units[i].exponent = &units[i].report->exponent;
         pending[i].report = (size_t)((unsigned char *)&reports[i] - slot->io.base);
+        pending[i].keep = pending[i].scores = 0;
+        pending[i].direct = false;
+        if (block->chosen)
+            continue;
         pending[i].direct = i > 0 && pending[i].item == pending[i - 1].item
                                 ? pending[i - 1].direct
                                 : dkv_cu_goes_direct(&slot->items[pending[i].item]);
         if (!pending[i].direct)
-            place_results(slot, &units[i], &pending[i], &wave->blocks_host[units[i].block]);
+            place_results(slot, &units[i], &pending[i], block);
     }
+    lay_out_choices(engine, slot, wave);
     *down_end_out = slot->io.used;
     for (uint32_t i = 0; i < wave->n_units; i++)
         if (pending[i].direct)
@@ -183,13 +232,16 @@ static enum dkv_status launch_kernels(struct dkv_cu_engine *engine, struct dkv_c
                 dkv_cu_scorers[s]->name, err);
     if (status == DKV_OK)
         status = mark(engine, DKV_CU_MARK_SCORED, err);
-    if (status != DKV_OK)
-        return status;
-    return dkv_cu_check(engine,
-                        dkv_cu_select_launch(&engine->device, wave, lists->of_selection,
-                                             dkv_cu_twin(slot, lists->of_selection),
-                                             engine->stream),
-                        "launching selection", err);
+    if (status == DKV_OK)
+        status = dkv_cu_check(engine,
+                              dkv_cu_select_launch(&engine->device, wave, lists->of_selection,
+                                                   dkv_cu_twin(slot, lists->of_selection),
+                                                   engine->stream),
+                              "launching selection", err);
+    if (status == DKV_OK)
+        status = dkv_cu_check(engine, dkv_cu_choose_launch(&engine->device, wave, engine->stream),
+                              "launching choices", err);
+    return status;
 }
 
 /* The stream waits for the wave's host tensors, if it has any. */
@@ -239,14 +291,14 @@ static enum dkv_status copy_io(struct dkv_cu_engine *engine, struct dkv_cu_slot 
         up ? "uploading a batch" : "downloading results", err);
 }
 
-static enum dkv_status launch_wave(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+enum dkv_status dkv_cu_launch_wave(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
                                    struct dkv_error *err)
 {
     struct dkv_cu_builder *b = engine->builder;
     struct dkv_cu_wave wave;
     struct work_lists lists = {0};
     uint32_t first[DKV_CU_SCORERS_MAX + 1];
-    if (b->n_units == 0)
+    if (b->n_units == 0 && b->n_choices == 0)
         return DKV_OK;
 
     lay_out(engine, slot, &wave, first);
@@ -255,7 +307,7 @@ static enum dkv_status launch_wave(struct dkv_cu_engine *engine, struct dkv_cu_s
         return status;
     const size_t reports = slot->io.used;
     size_t down_end;
-    lay_out_results(slot, &wave, &down_end);
+    lay_out_results(engine, slot, &wave, &down_end);
     fill_lists(engine, &wave, first, &lists);
     const size_t up_end = reports + dkv_cu_align(wave.n_units * sizeof(struct dkv_cu_report));
 
@@ -271,68 +323,67 @@ static enum dkv_status launch_wave(struct dkv_cu_engine *engine, struct dkv_cu_s
         (status = turn_halves(engine, err)) != DKV_OK)
         return status;
     slot->n_pending += b->n_units;
+    slot->n_pending_choices += b->n_choices;
     engine->wave_scratch = engine->scratch.used;
     status = dkv_cu_check(engine, cudaEventRecord(slot->done, engine->stream), "recording an event",
                           err);
-    begin_wave(engine, slot);
+    dkv_cu_begin_wave(engine, slot);
     return status;
 }
 
 /* ---- a batch ---- */
 
-/* Makes room for one unit: launches what there is, then waits for it if io is the shortage. */
-static enum dkv_status make_room(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+enum dkv_status dkv_cu_make_room(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
                                  const struct dkv_cu_need *need, bool *fits_out,
                                  struct dkv_error *err)
 {
     enum dkv_status status = DKV_OK;
-    *fits_out = fits(engine, slot, need) &&
+    *fits_out = dkv_cu_fits(engine, slot, need, 1) &&
                 (engine->builder->staged_bytes < DKV_CU_STAGE_WAVE || need->staged == 0);
     if (*fits_out)
         return DKV_OK;
-    if ((status = launch_wave(engine, slot, err)) != DKV_OK)
+    if ((status = dkv_cu_launch_wave(engine, slot, err)) != DKV_OK)
         return status;
-    *fits_out = fits(engine, slot, need);
-    if (*fits_out || slot->n_pending == 0)
+    *fits_out = dkv_cu_fits(engine, slot, need, 1);
+    if (*fits_out || (slot->n_pending == 0 && slot->n_pending_choices == 0))
         return DKV_OK;
     if ((status = dkv_cu_drain(engine, slot, err)) != DKV_OK)
         return status;
-    begin_wave(engine, slot);
-    *fits_out = fits(engine, slot, need);
+    dkv_cu_begin_wave(engine, slot);
+    *fits_out = dkv_cu_fits(engine, slot, need, 1);
     return DKV_OK;
 }
 
-static enum dkv_status run_item(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
-                                uint32_t index, struct dkv_error *err)
+enum dkv_status dkv_cu_run_heads(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                                 uint32_t index, const struct dkv_cu_block *desc,
+                                 const struct dkv_cu_choice *choice, struct dkv_error *err)
 {
     struct dkv_cu_builder *b = engine->builder;
     struct dkv_item *item = &slot->items[index];
-    struct dkv_cu_block desc;
     struct dkv_error why = {.status = DKV_OK};
-    dkv_cu_describe(item, &desc);
-    const unsigned char scorer = choose_scorer(engine, &desc);
+    const unsigned char scorer = dkv_cu_choose_scorer(engine, desc);
     uint32_t my_block = UINT32_MAX; /* in the wave being built */
 
     for (uint32_t head = 0; head < item->block->kv_heads; head++) {
         bool room = false;
-        struct dkv_cu_need need = dkv_cu_need_of(engine, item, &desc, dkv_cu_scorers[scorer]);
-        enum dkv_status status = make_room(engine, slot, &need, &room, err);
+        struct dkv_cu_need need = dkv_cu_need_of(engine, item, desc, dkv_cu_scorers[scorer]);
+        enum dkv_status status = dkv_cu_make_room(engine, slot, &need, &room, err);
         if (status != DKV_OK)
             return status;
         if (!room) {
             (void)dkv_error_set(&why, DKV_E_NOMEM,
                                 "cuda: one KV head needs %zu bytes of scratch and %zu of staging, "
                                 "above the %zu and %zu there are",
-                                need.scratch, need.staged, engine->scratch.bytes,
+                                need.scratch, need.staged, engine->scratch.bytes - engine->held,
                                 engine->halves[0].arena.bytes);
             break;
         }
         if (my_block == UINT32_MAX || b->n_blocks == 0 || my_block != b->n_blocks - 1) {
-            status = dkv_cu_add_block(engine, slot, item, &desc, scorer, err);
+            status = dkv_cu_add_block(engine, slot, item, desc, scorer, err);
             my_block = b->n_blocks - 1;
         }
         if (status == DKV_OK)
-            status = dkv_cu_add_unit(engine, slot, index, head, &need, err);
+            status = dkv_cu_add_unit(engine, slot, index, head, &need, choice, err);
         if (status != DKV_OK)
             return status;
         if (item->status != DKV_OK) /* a bad table entry: the other heads have it too */
@@ -341,6 +392,22 @@ static enum dkv_status run_item(struct dkv_cu_engine *engine, struct dkv_cu_slot
     if (why.status != DKV_OK)
         dkv_cu_fail_item(item, &why);
     return DKV_OK;
+}
+
+static enum dkv_status run_item(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                                uint32_t index, struct dkv_error *err)
+{
+    struct dkv_item *item = &slot->items[index];
+    struct dkv_cu_block desc;
+    struct dkv_error why;
+    if (dkv_extras_check(item->block, item->params, item->plan, &why) != DKV_OK) {
+        dkv_cu_fail_item(item, &why);
+        return DKV_OK;
+    }
+    if (item->plan->general)
+        return dkv_cu_run_chosen(engine, slot, index, item->plan->keep_tokens, err);
+    dkv_cu_describe(item, &desc);
+    return dkv_cu_run_heads(engine, slot, index, &desc, NULL, err);
 }
 
 /* Every valid token is kept and nobody asked for scores. */
@@ -356,34 +423,19 @@ static bool answer_at_once(const struct dkv_item *item)
     return true;
 }
 
-/* Policies and selections that only the CPU engine has are refused by name. */
-static bool refuse(struct dkv_item *item)
-{
-    const struct dkv_params *params = item->params;
-    if (params->policy == DKV_POLICY_DROPKV && !item->plan->general)
-        return false;
-    item->status = dkv_error_set(
-        &item->error, DKV_E_UNSUPPORTED,
-        params->policy == DKV_POLICY_DROPKV
-            ? "cuda engine: policy %s with this gqa, budget or input is answered by "
-              "the cpu engine alone"
-            : "cuda engine: policy %s is answered by the cpu engine alone",
-        dkv_policy_name(params->policy));
-    return true;
-}
-
 enum dkv_status dkv_cu_run_items(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
                                  const unsigned char *only, struct dkv_error *err)
 {
-    begin_wave(engine, slot);
-    for (size_t i = 0; i < slot->n_items; i++) {
+    enum dkv_status status = DKV_OK;
+    dkv_cu_begin_wave(engine, slot);
+    for (uint32_t i = 0, n; i < slot->n_items && status == DKV_OK; i += n) {
+        n = 1;
         if ((only != NULL && !only[i]) || (only == NULL && answer_at_once(&slot->items[i])))
             continue;
-        if (refuse(&slot->items[i]))
-            continue;
-        const enum dkv_status status = run_item(engine, slot, (uint32_t)i, err);
-        if (status != DKV_OK)
-            return status;
+        if (slot->items[i].params->layers == DKV_LAYERS_CAKE)
+            status = dkv_cu_run_layers(engine, slot, i, &n, err);
+        else
+            status = run_item(engine, slot, i, err);
     }
-    return launch_wave(engine, slot, err);
+    return status == DKV_OK ? dkv_cu_launch_wave(engine, slot, err) : status;
 }

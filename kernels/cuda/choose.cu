@@ -1,0 +1,528 @@
+/* Choices on the device: the selection of blocks whose heads are looked at together, or whose
+ * scores may have any sign, or come in chunks or stages. What kernels/choose.c does, in its steps
+ * and its order, with scores in float32:
+ *
+ *   settle   one unit for all heads' scores, earlier calls' scores, the mean of a layer, classes
+ *   pool     pooled scores, of tokens or summed up to chunks
+ *   deal     how many each head keeps: all alike, or by the best of all heads
+ *   keep     each head's best, in two stages where the policy has two
+ *   write    indices head after head, and how many
+ *
+ * A choice has a crew of up to 8 thread blocks, a cluster; between steps all of them meet. What
+ * concerns a head alone is one block's work (choose_rank.cuh: solo). 1024 threads, which the
+ * ranking passes need to have enough loads under way.
+ */
+#include "kernels/cuda/choose_rank.cuh"
+
+namespace
+{
+
+constexpr unsigned kept_bit = 0x80; /* of a class, once ranking is over */
+
+/* A choice at work: what is ranked, and its crew. */
+struct choosing {
+    const dkv_cu_choice &choice;
+    crew c;
+    uint32_t units;   /* of a head */
+    uint32_t protect; /* of them, by position */
+    float *pooled;    /* of units */
+    float *raw;
+    uint8_t *cls;
+};
+
+__device__ inline size_t row_of(const dkv_cu_choice &choice, uint32_t head)
+{
+    return static_cast<size_t>(head) * choice.stride;
+}
+
+__device__ inline uint32_t unit_of(const dkv_cu_choice &choice, uint32_t t)
+{
+    return choice.chunk == 1
+               ? t
+               : (choice.first_index + t) / choice.chunk - choice.first_index / choice.chunk;
+}
+
+/* Units that a head keeps of k tokens. */
+__device__ uint32_t units_for(const choosing &w, uint32_t k)
+{
+    const uint32_t tokens = w.choice.sinks + w.choice.recent;
+    if (k >= w.choice.n)
+        return w.units;
+    return w.protect + (k > tokens ? (k - tokens) / w.choice.chunk : 0);
+}
+
+__device__ choosing begin_choice(const dkv_cu_choice &choice, const crew &c)
+{
+    const bool chunks = choice.chunk > 1;
+    const bool pools = choice.pool != DKV_POOL_NONE || chunks;
+    choosing w = {choice,
+                  c,
+                  choice.n,
+                  choice.sinks + choice.recent,
+                  pools ? choice.pooled : choice.raw,
+                  chunks ? choice.chunk_raw : choice.raw,
+                  chunks ? choice.chunk_class : choice.token_class};
+    if (chunks) {
+        w.units = unit_of(choice, choice.n - 1) + 1;
+        w.protect = (choice.sinks > 0 ? unit_of(choice, choice.sinks - 1) + 1 : 0) +
+                    (choice.recent > 0 ? w.units - unit_of(choice, choice.n - choice.recent) : 0);
+    }
+    return w;
+}
+
+/* ---- settle ---- */
+
+__device__ uint8_t class_of(const dkv_cu_choice &choice, const unsigned *mask, uint32_t lone,
+                            uint32_t i)
+{
+    if (mask && (mask[i / 32] >> (i % 32) & 1))
+        return class_lowest;
+    const bool safe = i < choice.sinks || i >= choice.n - choice.recent || i == lone;
+    return safe ? class_protected : class_candidate;
+}
+
+__device__ int smallest_exponent(const dkv_cu_choice &choice)
+{
+    int least = choice.exponents[0];
+    for (uint32_t h = 1; h < choice.heads; h++)
+        least = min(least, choice.exponents[h]);
+    return least;
+}
+
+/* One head's scores in the unit of all, with what earlier calls had, and its classes. */
+__device__ void settle_head(const choosing &w, uint32_t head, int exponent, shared_state &s)
+{
+    const dkv_cu_choice &choice = w.choice;
+    const unsigned *mask = choice.mask ? choice.mask + static_cast<size_t>(head) * choice.mask_words
+                                       : nullptr;
+    const float factor = ldexpf(1.0f, exponent - choice.exponents[head]);
+    float *raw = choice.raw + row_of(choice, head);
+    uint8_t *cls = choice.token_class + row_of(choice, head);
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        s.offset = choice.window == choice.n ? 0 : ~0u;
+        if (mask && choice.window > 0)
+            s.offset = dkv_cu_lone_key(mask, choice.n, choice.window);
+    }
+    __syncthreads();
+    for (uint32_t i = w.c.rank * threads + threadIdx.x; i < choice.n; i += w.c.size * threads) {
+        float x = raw[i] * factor * factor;
+        if (choice.carry) {
+            const float carry = choice.carry[static_cast<size_t>(head) * choice.n + i];
+            x = choice.carry_largest ? fmaxf(x, carry) : x + carry;
+        }
+        raw[i] = x;
+        cls[i] = class_of(choice, mask, s.offset, i);
+    }
+}
+
+/* gqa=layer: the mean over heads in the place of each, and a token is lowest if it is in any. */
+__device__ void average_heads(const choosing &w)
+{
+    const dkv_cu_choice &choice = w.choice;
+    for (uint32_t i = w.c.rank * threads + threadIdx.x; i < choice.n; i += w.c.size * threads) {
+        double sum = 0;
+        bool lowest = false;
+        bool safe = false;
+        for (uint32_t h = 0; h < choice.heads; h++) {
+            const unsigned cls = choice.token_class[row_of(choice, h) + i];
+            sum += choice.raw[row_of(choice, h) + i];
+            lowest = lowest || cls == class_lowest;
+            safe = safe || cls == class_protected;
+        }
+        for (uint32_t h = 0; h < choice.heads; h++) {
+            choice.raw[row_of(choice, h) + i] = static_cast<float>(sum / choice.heads);
+            choice.token_class[row_of(choice, h) + i] = lowest ? class_lowest
+                                                        : safe ? class_protected
+                                                               : class_candidate;
+        }
+    }
+}
+
+__device__ void settle(const choosing &w, int exponent, shared_state &s)
+{
+    for (uint32_t i = w.c.rank * threads + threadIdx.x; i < DKV_CU_CHOICE_BINS;
+         i += w.c.size * threads)
+        w.choice.bins[i] = 0;
+    for (uint32_t h = w.c.rank * threads + threadIdx.x; h < w.choice.heads; h += w.c.size * threads)
+        w.choice.counts_out[h] = 0;
+    for (uint32_t head = 0; head < w.choice.heads; head++)
+        settle_head(w, head, exponent, s);
+    crew_barrier(w.c);
+    if (!w.choice.one_set)
+        return;
+    average_heads(w);
+    crew_barrier(w.c);
+}
+
+/* ---- pool ---- */
+
+/* Outside the scope of pooling nothing is added, and nothing wins a maximum. */
+__device__ float pooled_score(const dkv_cu_choice &choice, const float *raw, uint32_t i)
+{
+    if (choice.pool == DKV_POOL_NONE || i < choice.scope_begin || i >= choice.scope_end)
+        return raw[i];
+    const uint32_t half = choice.kernel / 2;
+    const uint32_t begin = i > choice.scope_begin + half ? i - half : choice.scope_begin;
+    const uint32_t end = min(i + half + 1, choice.scope_end);
+    if (choice.pool == DKV_POOL_MAX) {
+        float most = raw[begin];
+        for (uint32_t at = begin + 1; at < end; at++)
+            most = fmaxf(most, raw[at]);
+        return most;
+    }
+    double sum = 0;
+    for (uint32_t at = begin; at < end; at++)
+        sum += raw[at];
+    return static_cast<float>(sum / choice.kernel);
+}
+
+/* Sums tokens up to chunk `unit`, by a warp or a thread: `lanes` of them. */
+__device__ void gather_chunk(const choosing &w, uint32_t head, uint32_t unit, uint32_t lanes)
+{
+    const dkv_cu_choice &choice = w.choice;
+    const float *raw = choice.raw + row_of(choice, head);
+    const uint8_t *cls = choice.token_class + row_of(choice, head);
+    const uint32_t first = choice.first_index / choice.chunk + unit; /* chunk, from ordinal 0 */
+    const uint32_t begin = unit == 0 ? 0 : first * choice.chunk - choice.first_index;
+    const uint32_t end = min(choice.n, (first + 1) * choice.chunk - choice.first_index);
+    double pooled_sum = 0;
+    double raw_sum = 0;
+    unsigned best = class_lowest;
+    for (uint32_t t = begin + (lanes > 1 ? threadIdx.x % 32 : 0); t < end; t += lanes) {
+        pooled_sum += pooled_score(choice, raw, t);
+        raw_sum += raw[t];
+        best = max(best, static_cast<unsigned>(cls[t]));
+    }
+    for (uint32_t step = lanes / 2; step; step /= 2) {
+        pooled_sum += __shfl_xor_sync(~0u, pooled_sum, step);
+        raw_sum += __shfl_xor_sync(~0u, raw_sum, step);
+        best = max(best, __shfl_xor_sync(~0u, best, step));
+    }
+    if (begin < choice.sinks || begin >= choice.n - choice.recent)
+        best = class_place;
+    const size_t at = row_of(choice, head) + unit;
+    w.pooled[at] = static_cast<float>(pooled_sum);
+    w.raw[at] = static_cast<float>(raw_sum);
+    w.cls[at] = static_cast<uint8_t>(best);
+}
+
+__device__ void pool(const choosing &w)
+{
+    const dkv_cu_choice &choice = w.choice;
+    const uint32_t me = w.c.rank * threads + threadIdx.x;
+    const uint32_t all = w.c.size * threads;
+    const uint32_t lanes = choice.chunk < 16 ? 1 : 32;
+    if (w.pooled == choice.raw)
+        return;
+    for (uint32_t head = 0; head < choice.heads; head++) {
+        if (choice.chunk > 1)
+            for (uint32_t unit = me / lanes; unit < w.units; unit += all / lanes)
+                gather_chunk(w, head, unit, lanes);
+        else
+            for (uint32_t i = me; i < choice.n; i += all)
+                w.pooled[row_of(choice, head) + i] = pooled_score(
+                    choice, choice.raw + row_of(choice, head), i);
+    }
+    crew_barrier(w.c);
+}
+
+/* ---- deal ---- */
+
+__device__ inline ranked solo(const choosing &w, uint32_t head)
+{
+    return {w.pooled, w.raw, w.cls, w.choice.stride, w.units, head, 1, false};
+}
+
+__device__ inline ranked joint(const choosing &w)
+{
+    return {w.pooled, w.raw, w.cls, w.choice.stride, w.units, 0, w.choice.heads, true};
+}
+
+/* Makes the best `count` units of a head safe. */
+__device__ void make_safe(const choosing &w, uint32_t head, uint32_t count, shared_state &s)
+{
+    const ranked units = solo(w, head);
+    find_cut(units, count, w.c, s, nullptr);
+    const cut_point cut = s.cut;
+    for_each_unit(units, w.c, [&](uint32_t, uint32_t i, unsigned cls, float pooled) {
+        if (cls < class_protected && is_kept(units, cut, head, i, cls, pooled))
+            w.cls[row_of(w.choice, head) + i] = class_protected;
+    });
+    __syncthreads();
+}
+
+/* adakv_mix: counts of each head among the best of all, to counts_out. */
+__device__ void count_best(const choosing &w, uint32_t total, shared_state &s)
+{
+    const ranked units = joint(w);
+    find_cut(units, total, w.c, s, w.choice.bins);
+    const cut_point cut = s.cut;
+    uint32_t of = 0;
+    unsigned count = 0;
+    for_each_unit(units, w.c, [&](uint32_t head, uint32_t i, unsigned cls, float pooled) {
+        if (head != of && count > 0) {
+            atomicAdd(&w.choice.counts_out[of], count);
+            count = 0;
+        }
+        of = head;
+        count += is_kept(units, cut, head, i, cls, pooled);
+    });
+    if (count > 0)
+        atomicAdd(&w.choice.counts_out[of], count);
+    crew_barrier(w.c);
+}
+
+/* The authors' mix of a head's count and the mean. */
+__device__ uint32_t mixed(const choosing &w, uint32_t count, uint32_t mean, uint32_t least)
+{
+    const double share = mean - w.protect;
+    const double best = count > w.protect ? static_cast<double>(count - w.protect) : 0.0;
+    const double sum = rint((1 - w.choice.alpha) * best + floor(w.choice.alpha * share));
+    const uint32_t units = w.protect + static_cast<uint32_t>(sum);
+    return units < least ? least : units > w.units ? w.units : units;
+}
+
+/* Marks what is kept, of all heads at once or of one. */
+__device__ void mark_kept(const choosing &w, const ranked &units, const cut_point &cut)
+{
+    for_each_unit(units, w.c, [&](uint32_t head, uint32_t i, unsigned cls, float pooled) {
+        if (is_kept(units, cut, head, i, cls, pooled))
+            w.cls[row_of(w.choice, head) + i] = static_cast<uint8_t>(cls | kept_bit);
+    });
+}
+
+/* ---- keep ---- */
+
+/* criticalkv: what the first stage keeps is safe, and scores become the second stage's. */
+__device__ void second_stage(const choosing &w, uint32_t head, uint32_t half, shared_state &s)
+{
+    const dkv_cu_choice &choice = w.choice;
+    const float *weight = choice.weight ? choice.weight + static_cast<size_t>(head) * choice.n
+                                        : nullptr;
+    if (half > 0)
+        make_safe(w, head, half, s);
+    for (uint32_t i = threadIdx.x; i < choice.n; i += threads) {
+        const size_t at = row_of(choice, head) + i;
+        const float x = (w.pooled[at] + 1e-4f) * (weight ? weight[i] : 1.0f);
+        w.raw[at] = x;
+        w.pooled[at] = x;
+    }
+    __syncthreads();
+}
+
+/* A head's `count` best, in two stages where there are two; 0 where masked tokens leave nothing. */
+__device__ void keep_head(const choosing &w, uint32_t head, uint32_t count, shared_state &s)
+{
+    if (w.choice.two_stages)
+        second_stage(w, head, count / 2, s);
+    if (count == 0)
+        return;
+    const ranked units = solo(w, head);
+    find_cut(units, count, w.c, s, nullptr);
+    mark_kept(w, units, s.cut);
+    __syncthreads();
+}
+
+/* Each head's best, as many as it has been dealt. */
+__device__ void keep_each(const choosing &w, uint32_t mean, uint32_t least, shared_state &s)
+{
+    const dkv_cu_choice &choice = w.choice;
+    for (uint32_t head = w.c.rank; head < choice.heads; head += w.c.size) {
+        uint32_t count = choice.each ? units_for(w, choice.each[head]) : mean;
+        if (choice.mode == DKV_HEADS_ADAKV_MIX)
+            count = mixed(w, choice.counts_out[head], mean, least);
+        keep_head(w, head, count, s);
+    }
+}
+
+/* Deals out, and marks what every head keeps. */
+__device__ void deal_and_keep(const choosing &w, shared_state &s)
+{
+    const dkv_cu_choice &choice = w.choice;
+    const uint32_t mean = units_for(w, choice.keep);
+    uint32_t least = units_for(w, choice.min_keep + choice.chunk - 1);
+    least = least < 1 ? 1 : least > mean ? mean : least;
+    if (choice.mode == DKV_HEADS_UNIFORM || choice.mode == DKV_HEADS_ADAKV_MIX) {
+        if (choice.mode == DKV_HEADS_ADAKV_MIX)
+            count_best(w, choice.heads * mean, s);
+        keep_each(w, mean, least, s);
+        crew_barrier(w.c);
+        return;
+    }
+    uint32_t safe = least;
+    if (choice.mode == DKV_HEADS_ADAKV_FLOOR) {
+        const double share = floor(choice.alpha * choice.keep);
+        safe = max(safe, units_for(w, static_cast<uint32_t>(share)));
+    }
+    for (uint32_t head = w.c.rank; head < choice.heads && safe > w.protect; head += w.c.size)
+        make_safe(w, head, safe, s);
+    crew_barrier(w.c);
+    if (choice.two_stages) { /* heads get their counts first */
+        count_best(w, choice.heads * mean, s);
+        for (uint32_t head = w.c.rank; head < choice.heads; head += w.c.size)
+            keep_head(w, head, choice.counts_out[head], s);
+        crew_barrier(w.c);
+        return;
+    }
+    const ranked units = joint(w);
+    find_cut(units, choice.heads * mean, w.c, s, choice.bins);
+    mark_kept(w, units, s.cut);
+    crew_barrier(w.c);
+}
+
+/* ---- write ---- */
+
+/* Which of tokens i .. i+3 of a head are kept, one bit each. */
+__device__ unsigned kept_of_four(const choosing &w, uint32_t head, uint32_t i)
+{
+    const uint8_t *cls = w.cls + row_of(w.choice, head);
+    unsigned kept = 0;
+    for (uint32_t q = 0; q < 4 && i + q < w.choice.n; q++)
+        kept |= (cls[unit_of(w.choice, i + q)] & kept_bit ? 1u : 0u) << q;
+    return kept;
+}
+
+/* A warp's run of a head's tokens. */
+struct run {
+    uint32_t begin;
+    uint32_t end;
+};
+
+__device__ run run_of(const dkv_cu_choice &choice)
+{
+    constexpr uint32_t n_warps = threads / 32;
+    const uint32_t length = ((choice.n + n_warps - 1) / n_warps + 127) & ~127u;
+    const uint32_t begin = min(choice.n, threadIdx.x / 32 * length);
+    return {begin, min(choice.n, begin + length)};
+}
+
+/* How many tokens of the warp's run are kept, to s.warp_sums; then all warps see all of them. */
+__device__ void count_runs(const choosing &w, uint32_t head, shared_state &s)
+{
+    const run mine = run_of(w.choice);
+    unsigned count = 0;
+    for (uint32_t i = mine.begin + threadIdx.x % 32 * 4; i < mine.end; i += 128)
+        count += __popc(kept_of_four(w, head, i));
+    count = warp_sum(count);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0)
+        s.warp_sums[threadIdx.x / 32] = count;
+    __syncthreads();
+}
+
+__device__ void write_head(const choosing &w, uint32_t head, shared_state &s)
+{
+    const dkv_cu_choice &choice = w.choice;
+    const run mine = run_of(choice);
+    uint32_t at = 0;
+    count_runs(w, head, s);
+    for (uint32_t h = 0; h < head; h++)
+        at += choice.counts_out[h];
+    for (uint32_t warp = 0; warp < threadIdx.x / 32; warp++)
+        at += s.warp_sums[warp];
+    for (uint32_t first = mine.begin; first < mine.end; first += 128) {
+        const uint32_t i = first + threadIdx.x % 32 * 4;
+        const unsigned kept = i < mine.end ? kept_of_four(w, head, i) : 0;
+        unsigned upto = __popc(kept);
+        for (unsigned step = 1; step < 32; step <<= 1) {
+            const unsigned lower = __shfl_up_sync(~0u, upto, step);
+            upto += threadIdx.x % 32 >= step ? lower : 0;
+        }
+        uint32_t to = at + upto - __popc(kept);
+        for (uint32_t q = 0; q < 4; q++)
+            if ((kept >> q & 1) && to < choice.capacity) /* always below: the gate's promise */
+                choice.keep_out[to++] = static_cast<int32_t>(choice.first_index + i + q);
+        at += __shfl_sync(~0u, upto, 31);
+    }
+}
+
+__device__ void write(const choosing &w, int exponent, shared_state &s)
+{
+    const dkv_cu_choice &choice = w.choice;
+    for (uint32_t head = w.c.rank; head < choice.heads; head += w.c.size) {
+        count_runs(w, head, s);
+        if (threadIdx.x == 0) {
+            uint32_t count = 0;
+            for (uint32_t warp = 0; warp < threads / 32; warp++)
+                count += s.warp_sums[warp];
+            choice.counts_out[head] = count;
+        }
+    }
+    crew_barrier(w.c);
+    for (uint32_t head = w.c.rank; head < choice.heads; head += w.c.size)
+        write_head(w, head, s);
+    const float descale = ldexpf(1.0f, -exponent);
+    for (uint32_t head = 0; choice.scores_out && head < choice.heads; head++)
+        for (uint32_t i = w.c.rank * threads + threadIdx.x; i < choice.n; i += w.c.size * threads)
+            choice.scores_out[static_cast<size_t>(head) * choice.n + i] =
+                choice.raw[row_of(choice, head) + i] * descale * descale;
+}
+
+__global__ void __launch_bounds__(threads) choose(const dkv_cu_choice *choices, uint32_t crew_size)
+{
+    __shared__ shared_state s;
+    __shared__ dkv_cu_choice choice;
+    if (threadIdx.x == 0) {
+        choice = choices[blockIdx.x / crew_size];
+        s.n_histograms = 0;
+    }
+    __syncthreads();
+    const choosing w = begin_choice(choice, {crew_size, blockIdx.x % crew_size});
+    const int exponent = smallest_exponent(choice);
+    settle(w, exponent, s);
+    pool(w);
+    deal_and_keep(w, s);
+    write(w, exponent, s);
+}
+
+/* ---- launching ---- */
+
+constexpr uint32_t most_blocks = 8; /* of a cluster everywhere */
+constexpr size_t share_tokens = 16384;
+
+/* Blocks for the largest choice of the wave; a power of two. */
+uint32_t crew_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
+{
+    size_t most = 0;
+    uint32_t size = 1;
+    for (uint32_t i = 0; i < wave->n_choices; i++) {
+        const dkv_cu_choice &choice = wave->choices_host[i];
+        const size_t tokens = static_cast<size_t>(choice.heads) * choice.n;
+        most = tokens > most ? tokens : most;
+    }
+    while (size < device->choice_cluster && size * share_tokens < most)
+        size *= 2;
+    return size;
+}
+
+} // namespace
+
+extern "C" cudaError_t dkv_cu_choose_prepare(struct dkv_cu_device *device)
+{
+    cudaFuncAttributes attributes = {};
+    const cudaError_t error = cudaFuncGetAttributes(&attributes,
+                                                    reinterpret_cast<const void *>(choose));
+    device->choice_cluster = attributes.ptxVersion < 90 ? 1 : most_blocks;
+    return error;
+}
+
+extern "C" cudaError_t dkv_cu_choose_launch(const struct dkv_cu_device *device,
+                                            const struct dkv_cu_wave *wave, cudaStream_t stream)
+{
+    if (wave->n_choices == 0)
+        return cudaSuccess;
+    uint32_t size = crew_of(device, wave);
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {size, 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(wave->n_choices * size);
+    config.blockDim = dim3(threads);
+    config.stream = stream;
+    config.attrs = &cluster;
+    config.numAttrs = size > 1;
+    const dkv_cu_choice *choices = wave->choices;
+    void *arguments[] = {&choices, &size};
+    return cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(choose), arguments);
+}
