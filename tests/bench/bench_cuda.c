@@ -13,7 +13,9 @@
  *
  * `ratio` is keep / read. The kept sets of one block a case are compared with the CPU engine's.
  *
- * usage: bench_cuda [--case NAME] [--runs N] [--no-check] [--list] [--profile]
+ * usage: bench_cuda [--case NAME] [--param NAME=VALUE].. [--runs N] [--no-check] [--list]
+ * [--profile]
+ *   --param     of the request: policy=snapkv, heads=adakv_floor, ..
  *   --profile   run the case (default llama-128k) under ncu: time, bytes moved and occupancy of
  * each of the engine's kernels
  *
@@ -31,7 +33,7 @@
 #include "kernels/engine.h"
 #include "tests/bench/bench_kernels.h"
 
-enum { MAX_BLOCKS = 128, MAX_SETS = 24, MAX_RUNS = 201 };
+enum { MAX_BLOCKS = 128, MAX_SETS = 24, MAX_RUNS = 201, MAX_GIVEN = 16 };
 
 enum layout { CONTIGUOUS, PAGE16_PACKED, PAGE1_SLOTS, ON_HOST };
 
@@ -91,7 +93,10 @@ struct bench {
     size_t query_bytes;
     unsigned n_sets;
     struct set *sets;
-    int32_t *keep; /* host, of all blocks */
+    int32_t *keep;    /* host, of all blocks */
+    uint32_t *counts; /* of a ragged answer */
+    const char *given[MAX_GIVEN];
+    unsigned n_given;
     unsigned runs;
     bool check;
 };
@@ -186,13 +191,15 @@ static void place_outputs(struct bench *bench, const struct shape *shape)
 {
     size_t total = 0;
     for (unsigned i = 0; i < shape->n_blocks; i++)
-        total += (size_t)shape->kv_heads * bench->sets[0].plans[i].keep_tokens;
+        total += bench->sets[0].plans[i].keep_capacity;
     bench->keep = must_alloc(total * sizeof(int32_t));
+    bench->counts = must_alloc(shape->n_blocks * shape->kv_heads * sizeof(uint32_t));
     for (unsigned s = 0; s < bench->n_sets; s++) {
         int32_t *at = bench->keep;
         for (unsigned i = 0; i < shape->n_blocks; i++) {
             bench->sets[s].items[i].keep_out = at;
-            at += (size_t)shape->kv_heads * bench->sets[s].plans[i].keep_tokens;
+            bench->sets[s].items[i].counts_out = bench->counts + (size_t)i * shape->kv_heads;
+            at += bench->sets[s].plans[i].keep_capacity;
         }
     }
 }
@@ -213,19 +220,39 @@ static int32_t *random_table(uint32_t n)
     return table;
 }
 
+static void set_param(struct bench *bench, enum dkv_param_id id, const char *name, const char *text)
+{
+    struct dkv_error err;
+    if (id != DKV_PARAM_COUNT && dkv_params_has(&bench->params, id))
+        return;
+    if (dkv_params_set_text(&bench->params, name, text, &err) != DKV_OK)
+        die("parameters", err.text);
+}
+
+/* What the command line says, then what the case has. */
+static void set_params(struct bench *bench, const struct shape *shape)
+{
+    char text[32];
+    dkv_params_init(&bench->params);
+    for (unsigned i = 0; i < bench->n_given; i++) {
+        const char *value = strchr(bench->given[i], '=');
+        char name[64];
+        snprintf(name, sizeof(name), "%.*s", value != NULL ? (int)(value - bench->given[i]) : 63,
+                 bench->given[i]);
+        set_param(bench, DKV_PARAM_COUNT, name, value != NULL ? value + 1 : "");
+    }
+    snprintf(text, sizeof(text), "%u", shape->window);
+    set_param(bench, DKV_PARAM_WINDOW, "window", text);
+    set_param(bench, DKV_PARAM_KEEP_RATIO, "keep_ratio", "0.05");
+    dkv_params_resolve(&bench->params);
+}
+
 static void make_sets(struct bench *bench, const struct shape *shape)
 {
     uint64_t tokens = 0;
-    char text[32];
-    struct dkv_error err;
     for (unsigned i = 0; i < shape->n_blocks; i++)
         tokens += tokens_of(shape, i);
-    dkv_params_init(&bench->params);
-    snprintf(text, sizeof(text), "%u", shape->window);
-    if (dkv_params_set_text(&bench->params, "window", text, &err) != DKV_OK ||
-        dkv_params_set_text(&bench->params, "keep_ratio", "0.05", &err) != DKV_OK)
-        die("parameters", err.text);
-    dkv_params_resolve(&bench->params);
+    set_params(bench, shape);
     bench->cache_bytes = tokens * shape->kv_heads * shape->head_dim * 2 *
                          dkv_dtype_bytes(shape->dtype);
     bench->query_bytes = (size_t)shape->n_blocks * shape->q_heads * shape->window *
@@ -272,6 +299,7 @@ static void free_sets(struct bench *bench)
     }
     free(bench->sets);
     free(bench->keep);
+    free(bench->counts);
 }
 
 /* ---- measuring ---- */
@@ -418,36 +446,53 @@ static void free_host(const struct dkv_block *block)
     free((void *)(uintptr_t)block->table.entries);
 }
 
+/* Tokens of `a` that are not in `b`, both ascending. */
+static unsigned long missing_of(const int32_t *a, uint64_t n_a, const int32_t *b, uint64_t n_b)
+{
+    unsigned long missing = 0;
+    for (uint64_t i = 0, j = 0; i < n_a; i++) {
+        while (j < n_b && b[j] < a[i])
+            j++;
+        missing += j == n_b || b[j] != a[i];
+    }
+    return missing;
+}
+
 /* Kept tokens that the CPU engine does not keep, of the last block of a set; of how many. */
 static unsigned long differing(struct bench *bench, const struct shape *shape,
                                unsigned long *of_out)
 {
     const unsigned last = shape->n_blocks - 1;
     struct set *set = &bench->sets[0];
-    struct dkv_item item = set->items[last];
+    const struct dkv_item *mine = &set->items[last];
+    struct dkv_item item = *mine;
     struct dkv_block host;
     struct dkv_engine *cpu;
     struct dkv_error err;
-    const uint64_t k = item.plan->keep_tokens;
-    const size_t kept = shape->kv_heads * k;
     run_items(bench, set->items, shape->n_blocks);
     to_host(item.block, &host);
     item.block = &host;
-    item.keep_out = must_alloc(kept * sizeof(int32_t));
+    item.keep_out = must_alloc(item.plan->keep_capacity * sizeof(int32_t));
+    item.counts_out = must_alloc(shape->kv_heads * sizeof(uint32_t));
     if (dkv_engine_cpu.open(NULL, &cpu, &err) != DKV_OK ||
         dkv_engine_run(&dkv_engine_cpu, cpu, &item, 1, &err) != DKV_OK)
         die("cpu engine", err.text);
-    unsigned long missing = 0;
-    for (uint64_t h = 0; h < shape->kv_heads; h++) {
-        const int32_t *a = set->items[last].keep_out + h * k, *b = item.keep_out + h * k;
-        for (uint64_t i = 0, j = 0; i < k; i++) {
-            while (j < k && b[j] < a[i])
-                j++;
-            missing += j == k || b[j] != a[i];
-        }
+    if (item.status != DKV_OK)
+        die("cpu engine", item.error.text);
+    const int32_t *a = mine->keep_out, *b = item.keep_out;
+    unsigned long missing = 0, kept = 0;
+    for (uint32_t h = 0; h < shape->kv_heads; h++) {
+        const bool ragged = item.plan->ragged;
+        const uint64_t n_a = ragged ? mine->counts_out[h] : item.plan->keep_tokens;
+        const uint64_t n_b = ragged ? item.counts_out[h] : item.plan->keep_tokens;
+        missing += missing_of(a, n_a, b, n_b);
+        kept += n_a;
+        a += n_a;
+        b += n_b;
     }
     dkv_engine_cpu.close(cpu);
     free(item.keep_out);
+    free(item.counts_out);
     free_host(&host);
     *of_out = kept;
     return missing;
@@ -534,6 +579,8 @@ int main(int argc, char **argv)
         }
         if (strcmp(argv[i], "--case") == 0 && i + 1 < argc)
             only = argv[++i];
+        else if (strcmp(argv[i], "--param") == 0 && i + 1 < argc && bench.n_given < MAX_GIVEN)
+            bench.given[bench.n_given++] = argv[++i];
         else if (strcmp(argv[i], "--runs") == 0 && i + 1 < argc)
             bench.runs = (unsigned)atoi(argv[++i]);
         else if (strcmp(argv[i], "--no-check") == 0)
@@ -541,7 +588,8 @@ int main(int argc, char **argv)
         else if (strcmp(argv[i], "--profile") == 0)
             profiled = true;
         else
-            die("usage", "bench_cuda [--case NAME] [--runs N] [--no-check] [--list] [--profile]");
+            die("usage", "bench_cuda [--case NAME] [--param NAME=VALUE].. [--runs N] [--no-check] "
+                         "[--list] [--profile]");
     }
     if (bench.runs < 1 || bench.runs > MAX_RUNS)
         die("--runs", "not in 1..201");

@@ -33,10 +33,11 @@ run() {
 
 run "$dir/bin/test_gpu_engine"
 # The tests that take the name of an engine, on this one.
-for test in golden layouts metamorphic nasty same_bits; do
+for test in budgets golden layouts metamorphic nasty same_bits; do
     run "$dir/bin/test_$test" cuda:0
 done
 run "$dir/bin/check_random" cuda:0 300 1
+run "$dir/bin/check_policies" cuda:0 300 3300
 # The same engine behind the library's calls, on streams of the caller's.
 run "$dir/bin/test_gpu_embedded"
 # Memory of other processes, lent to a daemon.

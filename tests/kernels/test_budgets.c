@@ -1,5 +1,7 @@
 /* How budgets are dealt to heads, layers and chunks: the numbers that the authors' codes give, and
- * what must hold of every answer. check_policies holds the sets against the oracle. */
+ * what must hold of every answer. check_policies holds the sets against the oracle.
+ *
+ * usage: test_budgets [ENGINE] */
 #include "kernels/choose.h"
 #include "tests/support/engines.h"
 
@@ -9,6 +11,8 @@
 #include <string.h>
 
 #include <cmocka.h>
+
+static const char *engine_name;
 
 static void *must_calloc(size_t count, size_t size)
 {
@@ -328,7 +332,7 @@ static void layers_of_a_request_get_what_they_prefer(void **state)
                                      .keep_out = keep[l],
                                      .counts_out = counts[l]};
     }
-    struct dkv_scorer scorer = dkv_test_engine_open("cpu", 2);
+    struct dkv_scorer scorer = dkv_test_engine_open(engine_name, 2);
     assert_int_equal(dkv_engine_run(scorer.ops, scorer.engine, items, LAYERS, &err), DKV_OK);
     uint32_t total = 0;
     for (int l = 0; l < LAYERS; l++) {
@@ -365,7 +369,7 @@ static void a_mix_never_keeps_more_than_there_is_room_for(void **state)
         dkv_case_param(&c, masked ? "sinks" : "min_keep", "50");
         dkv_case_param(&c, "nonfinite", "mask");
         dkv_case_plan(&c);
-        struct dkv_scorer scorer = dkv_test_engine_open("cpu", 1);
+        struct dkv_scorer scorer = dkv_test_engine_open(engine_name, 1);
         dkv_case_run(&c, &scorer, &answer);
         assert_int_equal(answer.status, DKV_OK);
         assert_true(answer.counts[0] + answer.counts[1] > 2 * (60 + 1));
@@ -386,7 +390,7 @@ static void whole_pages_are_kept(void **state)
     dkv_case_param(&c, "granularity", "16");
     dkv_case_param(&c, "keep_tokens", "100");
     dkv_case_plan(&c);
-    struct dkv_scorer scorer = dkv_test_engine_open("cpu", 1);
+    struct dkv_scorer scorer = dkv_test_engine_open(engine_name, 1);
     dkv_case_run(&c, &scorer, &answer);
     assert_int_equal(answer.status, DKV_OK);
     /* the first page, which is not full, and the last, also not full, are kept */
@@ -453,7 +457,7 @@ static void masked_tokens_leave_pages_whole(void **state)
     static const char *const heads[] = {"uniform", "global", "adakv_floor", "adakv_mix"};
     static const char *const policies[] = {"dropkv", "snapkv", "knorm"};
     (void)state;
-    struct dkv_scorer scorer = dkv_test_engine_open("cpu", 1);
+    struct dkv_scorer scorer = dkv_test_engine_open(engine_name, 1);
     for (unsigned i = 0; i < 4 * 4 * 3 * 2; i++) {
         struct dkv_case c;
         struct dkv_case_answer answer;
@@ -485,8 +489,9 @@ static void masked_tokens_leave_pages_whole(void **state)
     dkv_test_engine_close(&scorer);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
+    engine_name = dkv_test_engine_name(argc, argv);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(the_authors_mix_gives_the_numbers_of_their_code),
         cmocka_unit_test(kvpress_floor_keeps_the_total),
