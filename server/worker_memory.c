@@ -105,7 +105,7 @@ static enum dkv_status attach_file(struct dkv_worker_memory *memory, struct dkv_
     } else {
         status = dkv_memfd_map(fd, loan->offset, loan->bytes, loan->writable, &base, err);
         held->base = base;
-        held->writable = loan->writable;
+        held->writable = status == DKV_OK && loan->writable;
     }
     if (status != DKV_OK || !loan->loose) {
         close(fd);

@@ -631,6 +631,20 @@ class Limits(unittest.TestCase):
                 self.assertEqual(client.ask(wire.PING, bytes(8)).kind, wire.PONG)
             memory.__exit__()
 
+    def test_a_place_that_a_new_worker_may_not_write_is_not_written(self):
+        restarts, up = ('dropkv_worker_%s{worker="0",device="cpu"}' % name for name in ("restarts_total", "up"))
+        with SocketDaemon() as daemon, Client(daemon.path) as client, Memory(1 << 16) as place:
+            output = client.add_memfd(place.fd, 1 << 16, writable=1)
+            fcntl.fcntl(place.fd, wire.F_ADD_SEALS, wire.F_SEAL_FUTURE_WRITE)
+            os.kill(daemon.processes()[1], signal.SIGKILL)
+            daemon.wait_for_metric(restarts, lambda v: v == 1)
+            daemon.wait_for_metric(up, lambda v: v == 1)
+            for offset in (0, 1 << 12):
+                message = wire.score_blocks([inline_block()], PARAMS, output=(output, offset, 96))
+                status, text = client.ask(wire.SCORE_BLOCKS, message, tensors()).error()
+                self.assertEqual((status, "registered anew" in text), (wire.NOT_FOUND, True), text)
+            self.assertEqual(daemon.metrics()[restarts], 1, "the worker died of it")
+
     def test_silent_and_stalled_clients_are_closed(self):
         with SocketDaemon("--header-timeout-ms", "200") as daemon:
             with Client(daemon.path, hello=False) as client:
