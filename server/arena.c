@@ -213,6 +213,8 @@ void dkv_arena_free(struct dkv_arena *arena, void *range, uint64_t bytes, uint64
     arena->used_bytes -= size;
     if (keep(arena, class, offset, size))
         return;
+    if (class < DKV_ARENA_CLASSES)
+        touched_bytes = size; /* by an earlier owner, since it may have been kept */
     touched = (touched_bytes + DKV_ARENA_PAGE - 1) & ~(uint64_t)(DKV_ARENA_PAGE - 1);
     if (touched > 0)
         (void)fallocate(arena->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset,

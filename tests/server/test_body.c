@@ -61,6 +61,29 @@ static void ranges_never_overlap_and_all_comes_back(void **unused)
     dkv_arena_close(&arena);
 }
 
+/* What an earlier owner wrote to a kept range goes back to the system, too. */
+static void pages_go_back_whoever_touched_them(void **unused)
+{
+    enum { BYTES = 512 << 10, N = DKV_ARENA_KEPT_BYTES / BYTES };
+    struct dkv_arena arena = open_arena();
+    void *untouched[N], *touched[N];
+    (void)unused;
+    for (int i = 0; i < N; i++)
+        memset(untouched[i] = dkv_arena_alloc(&arena, BYTES), 1, BYTES);
+    for (int i = 0; i < N; i++)
+        dkv_arena_free(&arena, untouched[i], BYTES, BYTES);
+    for (int i = 0; i < N; i++)
+        untouched[i] = dkv_arena_alloc(&arena, BYTES);
+    for (int i = 0; i < N; i++)
+        memset(touched[i] = dkv_arena_alloc(&arena, BYTES), 1, BYTES);
+    for (int i = 0; i < N; i++)
+        dkv_arena_free(&arena, touched[i], BYTES, BYTES);
+    for (int i = 0; i < N; i++)
+        dkv_arena_free(&arena, untouched[i], BYTES, 0);
+    assert_true(backed_bytes(&arena) <= DKV_ARENA_KEPT_BYTES);
+    dkv_arena_close(&arena);
+}
+
 /* A worker that is wrong, or a peer that the fd reached, cannot make the daemon fault. */
 static void the_arena_cannot_be_resized(void **unused)
 {
@@ -320,6 +343,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(ranges_never_overlap_and_all_comes_back),
+        cmocka_unit_test(pages_go_back_whoever_touched_them),
         cmocka_unit_test(the_arena_cannot_be_resized),
         cmocka_unit_test(the_tensor_section_is_aligned_whatever_the_head),
         cmocka_unit_test(a_body_takes_what_fits_and_no_more),
