@@ -244,6 +244,13 @@ class Policies(unittest.TestCase):
         self.assertIn("cone of dropkv", table.stdout)
         self.assertIn("of 48 subsets", table.stdout)
 
+    def test_compare_finds_what_policies_take(self):
+        both, _ = self.with_tensors("compared", token_weight=([2, 1024], lambda layer, i: 1.0 + i * 37 % 1000))
+        errors = [json.loads(subprocess.run([CLIENT, "compare", "--endpoint", "embedded:", dump, "--policies", "criticalkv",
+                                             "--format", "json"], capture_output=True, check=True).stdout)
+                  ["results"][0]["squared_error"] for dump in (DUMP, both)]
+        self.assertNotAlmostEqual(errors[0], errors[1], delta=0.01 * errors[0])
+
     def test_compare_takes_the_attention_it_is_told(self):
         """Logits that are all but equal, by their scale or by their cap."""
         errors = []
