@@ -66,7 +66,8 @@ static enum dkv_status locate(const struct dkv_oip_infer *infer, int input,
         memcpy(*side, given, t->bytes);
     else if (need > 0)
         dkv_oip_tensor_convert(data_of(infer, input), (float *)(void *)*side);
-    *side += need;
+    if (need > 0) /* there may be no side memory at all */
+        *side += need;
     return DKV_OK;
 }
 

@@ -240,14 +240,14 @@ class Policies(unittest.TestCase):
             self.assertAlmostEqual(layer["worst_ratio"], worst, delta=1e-8)
         self.assertEqual(theory["worst_ratio"], max(layer["worst_ratio"] for layer in theory["layers"]))
         self.assertEqual(theory["cones"][2], {"keep_ratio": 1, "cosine": None, "lowest_cosine": None, "along": None})
-        table = self.compare("--policies", "streaming", "--by-layer")
+        table = self.compare("--policies", "streaming", "--by-layer", "--rows", "2")
         self.assertIn("cone of dropkv", table.stdout)
         self.assertIn("of 48 subsets", table.stdout)
 
     def test_compare_finds_what_policies_take(self):
         both, _ = self.with_tensors("compared", token_weight=([2, 1024], lambda layer, i: 1.0 + i * 37 % 1000))
         errors = [json.loads(subprocess.run([CLIENT, "compare", "--endpoint", "embedded:", dump, "--policies", "criticalkv",
-                                             "--format", "json"], capture_output=True, check=True).stdout)
+                                             "--rows", "2", "--format", "json"], capture_output=True, check=True).stdout)
                   ["results"][0]["squared_error"] for dump in (DUMP, both)]
         self.assertNotAlmostEqual(errors[0], errors[1], delta=0.01 * errors[0])
 
@@ -255,14 +255,14 @@ class Policies(unittest.TestCase):
         """Logits that are all but equal, by their scale or by their cap."""
         errors = []
         for options in ((), ("--scale", "1e-6"), ("--logit-softcap", "1e-3")):
-            done = self.compare("--policies", "streaming", "--keep-ratio", "0.1", "--format", "json", *options)
+            done = self.compare("--policies", "streaming", "--keep-ratio", "0.1", "--format", "json", "--rows", "2", *options)
             self.assertEqual(done.returncode, 0, done.stderr)
             errors.append(json.loads(done.stdout)["results"][0]["squared_error"])
         self.assertAlmostEqual(errors[1], errors[2], delta=0.01 * errors[1])
         self.assertNotAlmostEqual(errors[0], errors[1], delta=0.1 * errors[0])
 
     def test_compare_keeps_all_without_an_error(self):
-        done = self.compare("--policies", "all", "--keep-ratio", "1", "--format", "json")
+        done = self.compare("--policies", "all", "--keep-ratio", "1", "--format", "json", "--rows", "2")
         self.assertEqual(done.returncode, 0, done.stderr)
         results = json.loads(done.stdout)["results"]
         self.assertEqual([r["policy"] for r in results], POLICIES[:-1])
@@ -272,12 +272,12 @@ class Policies(unittest.TestCase):
     def test_compare_draws(self):
         for name, magic in (("p.svg", b"<?xml"), ("p.png", b"\x89PNG")):
             path = os.path.join(self.folder.name, name)
-            done = self.compare("--policies", "dropkv,andpro", "--plot", path)
+            done = self.compare("--policies", "dropkv,andpro", "--plot", path, "--rows", "2")
             self.assertEqual(done.returncode, 0, done.stderr)
             with open(path, "rb") as file:
                 self.assertTrue(file.read().startswith(magic))
-        self.assertNotEqual(self.compare("--plot", os.path.join(self.folder.name, "p.gif")).returncode, 0)
-        self.assertNotEqual(self.compare("--plot", "/nonexistent/p.svg").returncode, 0)
+        self.assertNotEqual(self.compare("--rows", "1", "--plot", os.path.join(self.folder.name, "p.gif")).returncode, 0)
+        self.assertNotEqual(self.compare("--rows", "1", "--plot", "/nonexistent/p.svg").returncode, 0)
 
     def test_compare_says_what_it_does_not_take(self):
         for options, word in ((("--policies", "dropkv,nosuch"), "nosuch"), (("--policies", "external"), "external"),
