@@ -186,7 +186,9 @@ class Answers(unittest.TestCase):
         self.assertEqual((status, text), (wire.INVALID, "block 0: token_weight: policy external does not take it"))
         for bulk, extras in ((table + scores, 0), (table[:-1], 4), (table + scores, 16)):
             with self.client() as other:
-                other.send(wire.SCORE, wire.score(1, 1, 96, table=(0, 12, 1, 4, 0), extras=extras), bulk)
+                message = wire.score(1, 1, 96, table=(0, 12, 1, 4, 0), extras=extras)
+                # at once: the other end closes
+                other.send_raw(wire.header(wire.SCORE, 1, message, len(bulk)) + bulk)
                 self.assertEqual(other.receive().error()[0], wire.MALFORMED)
 
     def test_page_table_entries_outside_the_region_are_an_error_of_the_request(self):
