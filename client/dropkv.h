@@ -550,10 +550,8 @@ struct dropkv_prompt {
 
     /* Where the answer goes: room for keep_indices, then scores if wanted, at a multiple of 4 of a
      * buffer that was given to dropkv_client_add_output(). The result's arrays point there, until
-     * something else is written there. The daemon's worker writes it, without a copy in between:
-     * for answers of 100 KB and more that is quicker. After a cancel or TIMEOUT it may still be
-     * written until dropkv_client_detach_buffer() has returned. NULL: into memory of the result's
-     * own. */
+     * something else is written there. After a cancel or TIMEOUT it may still be written until
+     * dropkv_client_detach_buffer() has returned. NULL: into memory of the result's own. */
     const struct dropkv_buffer *output;
     size_t output_offset;
     size_t output_bytes;
@@ -603,7 +601,9 @@ static inline struct dropkv_prompt dropkv_prompt_make(void)
 
 /* ---- the answer ---- */
 
-/* Made by the library, freed by dropkv_result_free(). Do not copy or measure it: it may grow. */
+/* Made by the library, freed by dropkv_result_free(). Do not copy or measure it: it may grow. Over
+ * unix:/// an answer of 64 KiB or more lies in memory that the daemon's worker has written itself:
+ * up to eight such pieces are kept for a client, and a further one where none is free is sent. */
 struct dropkv_result {
     enum dropkv_status status; /* not DROPKV_OK: only id, user, error_text and times are set */
     const char *error_text;    /* "" on success */

@@ -296,6 +296,7 @@ static void ipc_close(struct dkv_transport *t)
     if (t == NULL)
         return;
     dkv_ipc_disconnect(t, DKV_E_CANCELLED, "");
+    dkv_ipc_answers_fini(t);
     dkv_ipc_send_fini(t);
     dkv_ipc_objects_fini(t);
     dkv_alarm_close(&t->alarm);

@@ -8,6 +8,7 @@
  *   ipc_message.c   a call's blocks as a message
  *   ipc_prompt.c    a prompt as a message
  *   ipc_result.c    an answer back into a result
+ *   ipc_answer.c    memory for large ones, shared with the daemon
  *
  * Owner   the transport has everything; caches and stashes are public handles into it.
  * Thread  the client's.
@@ -24,12 +25,24 @@
 
 #define DKV_IPC_FIRST_PAUSE_NS INT64_C(20000000)
 
+#define DKV_IPC_ANSWERS_MAX 8u
+
+/* Memory that the daemon writes answers to. The transport has one reference, the request or result
+ * that uses it another. */
+struct dkv_ipc_answer {
+    struct dkv_held held; /* first */
+    struct dkv_ipc_answer *next;
+    struct dropkv_buffer *buffer;
+};
+
 /* A job on its way. */
 struct dkv_ipc_carrier {
     struct dkv_ipc_carrier *next;
     struct dkv_job *job;
-    uint64_t id;           /* 0: not sent on this connection */
-    int64_t not_before_ns; /* of the next attempt */
+    struct dkv_ipc_answer *answer; /* NULL: its answer comes with the reply, or where it was asked
+                                      to */
+    uint64_t id;                   /* 0: not sent on this connection */
+    int64_t not_before_ns;         /* of the next attempt */
     uint32_t n_attempts;
 };
 
@@ -116,6 +129,8 @@ struct dkv_transport {
     uint64_t received_bytes; /* of its bulk */
     bool skipping;           /* a bulk that nobody wants */
 
+    struct dkv_ipc_answer *answers;
+    uint32_t n_answers;
     struct dkv_ipc_object *objects[DKV_IPC_KINDS];
     struct dkv_ipc_leaving *leaving;
     struct dkv_ipc_bulk *first_bulk, **last_bulk; /* the connection's */
@@ -174,6 +189,23 @@ void dkv_ipc_bulk_given(struct dkv_transport *t, struct dkv_ipc_bulk *bulk);
 void dkv_ipc_bulks_sent(struct dkv_transport *t, uint64_t up_to);
 
 void dkv_ipc_send_fini(struct dkv_transport *t);
+
+/* ---- ipc_answer.c ---- */
+
+/* Before a request is sent: its answer shall go to a buffer of ours, if it is large and there is
+ * one. */
+void dkv_ipc_answer_place(struct dkv_transport *t, struct dkv_ipc_carrier *carrier);
+
+/* The daemon has answered with an error, or nothing was sent: the buffer is free. */
+void dkv_ipc_answer_release(struct dkv_ipc_carrier *carrier);
+
+/* The answer is in the buffer, which is the result's from now on. */
+void dkv_ipc_answer_hold(struct dkv_ipc_carrier *carrier);
+
+/* The daemon may still write there. */
+void dkv_ipc_answer_give_up(struct dkv_transport *t, struct dkv_ipc_carrier *carrier);
+
+void dkv_ipc_answers_fini(struct dkv_transport *t);
 
 /* ---- ipc_receive.c ---- */
 

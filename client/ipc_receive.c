@@ -69,6 +69,7 @@ static enum dkv_status take_error(struct dkv_transport *t,
     }
     if (dkv_ipc_objects_refused(t, message->header.id, &told) || c == NULL)
         return DKV_OK;
+    dkv_ipc_answer_release(c);
     if (told.status == DKV_E_BUSY || told.status == DKV_E_DRAINING)
         dkv_ipc_retry(t, c,
                       wire.retry_us > 0 ? wire.retry_us * INT64_C(1000) : DKV_IPC_FIRST_PAUSE_NS,

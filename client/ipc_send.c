@@ -108,6 +108,7 @@ enum dkv_status dkv_ipc_carrier_add(struct dkv_transport *t, struct dkv_job *job
 void dkv_ipc_carrier_remove(struct dkv_transport *t, struct dkv_ipc_carrier *c)
 {
     struct dkv_ipc_carrier **at = &t->first;
+    dkv_ipc_answer_give_up(t, c);
     while (*at != c)
         at = &(*at)->next;
     *at = c->next;
@@ -132,8 +133,10 @@ void dkv_ipc_hand_back(struct dkv_transport *t, struct dkv_ipc_carrier *c, enum 
 {
     struct dkv_job *job = c->job;
     job->result->n_attempts = c->n_attempts;
-    if (status == DKV_OK)
+    if (status == DKV_OK) {
         dkv_result_set_backend(job->result, t->about.backend);
+        dkv_ipc_answer_hold(c);
+    }
     dkv_ipc_carrier_remove(t, c);
     dkv_job_done(job, status, text);
 }
@@ -146,6 +149,7 @@ void dkv_ipc_retry(struct dkv_transport *t, struct dkv_ipc_carrier *c, int64_t p
         dkv_ipc_hand_back(t, c, status, text);
         return;
     }
+    dkv_ipc_answer_give_up(t, c);
     c->id = 0;
     c->not_before_ns = at_ns;
 }
@@ -167,6 +171,7 @@ static enum dkv_status send_request(struct dkv_transport *t, struct dkv_ipc_carr
 {
     struct dkv_ipc_request request = {.payload = t->payload};
     *full_out = false;
+    dkv_ipc_answer_place(t, c);
     enum dkv_status status = put_request(t, c->job, &request, err);
     if (status == DKV_OK && request.bulk_bytes > t->welcome.max_bulk_bytes)
         status = dkv_error_set(err, DKV_E_TOO_LARGE, "%llu bytes of tensors, the daemon takes %llu",

@@ -7,7 +7,6 @@
  */
 #include "client/result.h"
 
-#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -26,6 +25,7 @@ struct result {
     struct array keep;
     struct array scores;
     struct array offsets;
+    struct dkv_held *held; /* or NULL */
     char backend[64];
     char error_text[sizeof(((struct dkv_error *)NULL)->text)];
 };
@@ -198,6 +198,11 @@ void dkv_result_borrow(struct dropkv_result *public, uint32_t batch, uint32_t kv
     public->scores = scores;
 }
 
+void dkv_result_hold(struct dropkv_result *public, struct dkv_held *held)
+{
+    ((struct result *)public)->held = held;
+}
+
 int32_t *dkv_result_keep(struct dropkv_result *public)
 {
     return ((struct result *)public)->keep.bytes;
@@ -227,6 +232,9 @@ void dropkv_result_free(struct dropkv_result *public)
     if (result == NULL)
         return;
     struct dkv_results *results = result->results;
+    if (result->held != NULL)
+        dkv_held_unref(result->held);
+    result->held = NULL;
     if (atomic_load(&results->closed)) {
         result_delete(result);
     } else {

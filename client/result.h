@@ -11,6 +11,20 @@
 #include "client/dropkv.h"
 #include "proto/types.h"
 
+#include <stdatomic.h>
+
+/* Memory that a result's arrays lie in and that is not the result's alone. Thread: any. */
+struct dkv_held {
+    _Atomic uint32_t n_refs;
+    void (*free)(struct dkv_held *held); /* when nobody has a reference any more */
+};
+
+static inline void dkv_held_unref(struct dkv_held *held)
+{
+    if (atomic_fetch_sub(&held->n_refs, 1) == 1)
+        held->free(held);
+}
+
 struct dkv_results;
 
 struct dkv_results *dkv_results_new(void);           /* NULL if there is no memory */
@@ -40,6 +54,9 @@ enum dkv_status dkv_result_judge(const struct dropkv_result *result, uint64_t n_
 void dkv_result_borrow(struct dropkv_result *result, uint32_t batch, uint32_t kv_heads,
                        uint64_t n_tokens, uint64_t keep_tokens, const int32_t *keep,
                        const float *scores);
+
+/* Takes a reference, which dropkv_result_free() lets go of. */
+void dkv_result_hold(struct dropkv_result *result, struct dkv_held *held);
 
 /* The reserved arrays, to be written. */
 int32_t *dkv_result_keep(struct dropkv_result *result);

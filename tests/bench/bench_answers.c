@@ -1,5 +1,5 @@
-/* What an answer's size costs over the local socket: the same request for more and more indices, as
- * part of the reply and into an output buffer, in turns.
+/* What an answer's size costs over the local socket: the same request for more and more indices,
+ * without and with an output buffer of the caller's, in turns.
  *
  * Every token is kept, which reads no tensor, so nearly all of the time is the way there and back.
  * A daemon of one CPU thread answers.
@@ -106,7 +106,7 @@ int main(int argc, char **argv)
         dropkv_client_add_output(client, output, &error) != DROPKV_OK)
         die("client", error.text);
 
-    printf("answer bytes   in the reply us   into a buffer us\n");
+    printf("answer bytes   as it comes us   into a buffer us\n");
     for (size_t i = 0; i < sizeof(kept) / sizeof(kept[0]); i++) {
         const struct dropkv_param params[] = {dropkv_real("keep_ratio", 1)};
         struct dropkv_request request = DROPKV_REQUEST_INIT;
@@ -124,7 +124,7 @@ int main(int argc, char **argv)
             }
         for (int into = 0; into < 2; into++)
             qsort(medians[into], ROUNDS, sizeof(double), by_value);
-        printf("%12lld %17.1f %18.1f\n", (long long)(HEADS * kept[i] * 4), medians[0][ROUNDS / 2],
+        printf("%12lld %16.1f %18.1f\n", (long long)(HEADS * kept[i] * 4), medians[0][ROUNDS / 2],
                medians[1][ROUNDS / 2]);
     }
     dropkv_client_close(client);
