@@ -11,8 +11,8 @@
 
 #include <stdlib.h>
 
-#define ANSWER_BYTES_MIN \
-    (UINT64_C(64) << 10) /* smaller ones come with the reply in the same time */
+/* Smaller ones come with the reply as soon. */
+#define ANSWER_BYTES_MIN (UINT64_C(16) << 10)
 #define ANSWER_BYTES_MAX (UINT64_C(64) << 20)
 #define BUFFER_BYTES_MIN (UINT64_C(256) << 10)
 

@@ -26,8 +26,8 @@ struct driver {
 /* Filled before there is an engine, by several threads with the same numbers. */
 static struct driver driver;
 
-/* By the names that the library exports: the runtime, which knows others, makes the primary context
- * current when it is asked for them. */
+/* By the names that the library exports: asking the runtime may make the primary context current.
+ */
 static bool find_driver(void)
 {
     static const struct {

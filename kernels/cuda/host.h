@@ -259,8 +259,8 @@ void dkv_cu_context_close(struct dkv_cu_engine *engine);
 enum dkv_status dkv_cu_enter(struct dkv_cu_engine *engine, struct dkv_error *err);
 void dkv_cu_leave(void);
 
-/* This thread's current context; NULL: it has none. The runtime makes the primary one current where
- * there is none, so whoever calls it outside of enter() and leave() puts back what was. */
+/* This thread's current context; NULL: it has none. The runtime may make the primary one current
+ * where there is none, so whoever calls it outside of enter() and leave() puts back what was. */
 struct CUctx_st *dkv_cu_current(void);
 void dkv_cu_set_current(struct CUctx_st *context);
 
