@@ -1,5 +1,6 @@
-/* The reference, in the order in which one would explain it: read a row, read the page table, one
- * query row's attention, one token's term, the sum over rows and heads, pooling, classes, order.
+/* The reference, in the order in which one would explain it: one query row's attention, one token's
+ * term, the sum over rows and heads, classes; before it reading (ref_read.c), after it pooling and
+ * order (ref_select.c).
  *
  * Everything is double. A KV head's keys and values are first copied into plain arrays through the
  * address rule, so that the mathematics below sees matrices. A query row then goes in three steps:
@@ -12,7 +13,7 @@
  * of a row has more; for it the row is really computed again without the token, because 1 - p_j
  * may be far below the precision of a double.
  */
-#include "kernels/ref.h"
+#include "kernels/ref_priv.h"
 
 #include "kernels/convert.h"
 
@@ -20,162 +21,9 @@
 #include <math.h>
 #include <stdlib.h>
 
-/* One KV head: its tokens as matrices. */
-struct head {
-    double *key;     /* [n][d] */
-    double *value;   /* [n][dv] */
-    bool *invisible; /* [n]: before valid_from, or masked */
-};
-
-/* One query row's attention over the visible tokens. */
-struct row {
-    double *z;      /* [n] */
-    double *p;      /* [n]; 0 where not visible */
-    double sink_p;  /* share of the sink logit; 0 without one */
-    double *output; /* [dv] */
-};
-
-struct job {
-    const struct dkv_block *block;
-    const struct dkv_params *params;
-    const struct dkv_plan *plan;
-    size_t n, d, dv;
-    struct head head;
-    struct row row;
-    double *query;       /* [d] */
-    double *without;     /* [dv]: output with one token left out */
-    double *query_score; /* [n]: the sum of one query head's terms */
-    struct dkv_ref_answer *answer;
-    struct dkv_error *err;
-};
-
-/* ---- reading memory ---- */
-
-static bool is_key(const struct job *job, const struct dkv_view *view)
-{
-    return view == &job->block->key;
-}
-
-/* Entry(i) of the address rule: the page that holds tokens i*page .. */
-static enum dkv_status read_entry(const struct job *job, const struct dkv_view *view, uint64_t i,
-                                  int64_t *entry_out)
-{
-    const struct dkv_block *block = job->block;
-    const bool own = !is_key(job, view) && block->v_table.entries != NULL;
-    const struct dkv_page_table *table = own ? &block->v_table : &block->table;
-    const uint64_t limit = is_key(job, view) ? job->plan->k_entry_limit : job->plan->v_entry_limit;
-    const char *name = own ? "v_table" : "table";
-
-    if (table->entries == NULL) {
-        *entry_out = (int64_t)i;
-        return DKV_OK;
-    }
-    int64_t stored;
-    const char *at = (const char *)table->entries + i * table->entry_bytes;
-    if (table->entry_bytes == sizeof(int32_t)) {
-        int32_t narrow;
-        memcpy(&narrow, at, sizeof(narrow));
-        stored = narrow;
-    } else {
-        memcpy(&stored, at, sizeof(stored));
-    }
-    const int64_t entry = table->mask != 0 ? stored & table->mask : stored;
-    if (table->has_null_entry && (stored == table->null_entry || entry == table->null_entry))
-        return dkv_error_set(job->err, DKV_E_INVALID,
-                             "%s: entry %llu is the null entry %lld, but holds valid tokens", name,
-                             (unsigned long long)i, (long long)stored);
-    if (entry < 0 || (uint64_t)entry >= limit)
-        return dkv_error_set(job->err, DKV_E_INVALID, "%s: entry %llu is %lld, not in 0..%lld",
-                             name, (unsigned long long)i, (long long)entry, (long long)limit - 1);
-    *entry_out = entry;
-    return DKV_OK;
-}
-
-/* Where the row of token t of head h starts. */
-static enum dkv_status locate(const struct job *job, const struct dkv_view *view, uint64_t h,
-                              uint64_t t, const char **at_out)
-{
-    int64_t at = (int64_t)view->offset + (int64_t)h * view->head_stride;
-    const uint64_t page = job->block->page_tokens;
-    if (page == 0 || view == &job->block->query) {
-        at += (int64_t)t * view->token_stride;
-    } else {
-        int64_t entry = 0;
-        const enum dkv_status status = read_entry(job, view, t / page, &entry);
-        if (status != DKV_OK)
-            return status;
-        at += entry * view->page_stride + (int64_t)(t % page) * view->token_stride;
-    }
-    *at_out = (const char *)view->base + at;
-    return DKV_OK;
-}
-
-/* Reads one row as doubles; *finite_out tells whether all are, *bad_out the first that is not. */
-static enum dkv_status read_row(const struct job *job, const struct dkv_view *view, uint64_t h,
-                                uint64_t t, size_t dim, double *out, bool *finite_out,
-                                size_t *bad_out)
-{
-    const char *at;
-    const enum dkv_status status = locate(job, view, h, t, &at);
-    if (status != DKV_OK)
-        return status;
-    const size_t bytes = dkv_dtype_bytes(view->dtype);
-    double scale = view->scale != 0 ? view->scale : 1.0;
-    if (view->head_scales != NULL)
-        scale = view->head_scales[h];
-    *finite_out = true;
-    for (size_t e = dim; e-- > 0;) {
-        out[e] = scale * (double)dkv_element_to_f32(at + e * bytes, view->dtype);
-        if (!isfinite(out[e])) {
-            *finite_out = false;
-            *bad_out = e;
-        }
-    }
-    return DKV_OK;
-}
-
-static enum dkv_status not_finite(const struct job *job, const char *tensor, const char *kind,
-                                  uint64_t h, uint64_t t, size_t e)
-{
-    return dkv_error_set(job->err, DKV_E_INVALID,
-                         "%s: head %llu, %s %llu, element %zu is not finite", tensor,
-                         (unsigned long long)h, kind, (unsigned long long)t, e);
-}
-
-/* Loads KV head h; tokens that must not be looked at are marked invisible. */
-static enum dkv_status load_head(struct job *job, uint64_t h)
-{
-    const struct dkv_block *block = job->block;
-    for (uint64_t t = 0; t < job->n; t++) {
-        job->head.invisible[t] = t < block->valid_from;
-        if (t < block->valid_from)
-            continue;
-        const struct {
-            const struct dkv_view *view;
-            const char *name;
-            double *to;
-            size_t dim;
-        } sides[] = {{&block->key, "key", job->head.key + t * job->d, job->d},
-                     {&block->value, "value", job->head.value + t * job->dv, job->dv}};
-        for (size_t s = 0; s < 2; s++) {
-            bool finite;
-            size_t bad = 0;
-            const enum dkv_status status = read_row(job, sides[s].view, h, t, sides[s].dim,
-                                                    sides[s].to, &finite, &bad);
-            if (status != DKV_OK)
-                return status;
-            if (!finite && job->params->nonfinite == DKV_NONFINITE_ERROR)
-                return not_finite(job, sides[s].name, "token", h, t, bad);
-            if (!finite)
-                job->head.invisible[t] = true;
-        }
-    }
-    return DKV_OK;
-}
-
 /* ---- one query row ---- */
 
-static bool visible(const struct job *job, size_t last_seen, size_t j)
+static bool visible(const struct dkv_ref_job *job, size_t last_seen, size_t j)
 {
     return j <= last_seen && !job->head.invisible[j];
 }
@@ -197,13 +45,13 @@ static double squared_distance(const double *a, const double *b, size_t dim)
 }
 
 /* Whether p is rounded at all: fp32 holds it as it is, and fp8 is no type for probabilities. */
-static bool rounds(const struct job *job)
+static bool rounds(const struct dkv_ref_job *job)
 {
     const enum dkv_dtype dtype = job->block->query.dtype;
     return job->params->p_round == DKV_P_ROUND_INPUT && (dtype == DKV_BF16 || dtype == DKV_FP16);
 }
 
-static double round_to_input(const struct job *job, double x)
+static double round_to_input(const struct dkv_ref_job *job, double x)
 {
     return rounds(job) ? (double)dkv_round_to_dtype((float)x, job->block->query.dtype) : x;
 }
@@ -217,7 +65,7 @@ static double sum_without(const double *p, size_t last_seen, size_t left_out)
 }
 
 /* output = sum of p_j v_j over all tokens but `left_out` (SIZE_MAX: all). */
-static void weigh(const struct job *job, const double *p, size_t last_seen, size_t left_out,
+static void weigh(const struct dkv_ref_job *job, const double *p, size_t last_seen, size_t left_out,
                   double *output)
 {
     for (size_t e = 0; e < job->dv; e++)
@@ -232,8 +80,9 @@ static void weigh(const struct job *job, const double *p, size_t last_seen, size
 
 /* Softmax of row->z over the visible tokens but `left_out` (SIZE_MAX: all), with the query head's
  * sink logit as one more term of value 0, and the output. Returns how many tokens took part. */
-static size_t attend(const struct job *job, const double *z, size_t last_seen, size_t left_out,
-                     uint32_t query_head, double *p, double *sink_p_out, double *output)
+static size_t attend(const struct dkv_ref_job *job, const double *z, size_t last_seen,
+                     size_t left_out, uint32_t query_head, double *p, double *sink_p_out,
+                     double *output)
 {
     const float *sink_logits = job->block->sink_logits;
     size_t seen = 0;
@@ -259,8 +108,8 @@ static size_t attend(const struct job *job, const double *z, size_t last_seen, s
 }
 
 /* |b_j - v_j|: how far token j's value is from the output without it. */
-static double distance_left_out(struct job *job, size_t last_seen, uint32_t query_head, size_t j,
-                                double *p_scratch)
+static double distance_left_out(struct dkv_ref_job *job, size_t last_seen, uint32_t query_head,
+                                size_t j, double *p_scratch)
 {
     const double *v = job->head.value + j * job->dv;
     const double p = job->row.p[j];
@@ -275,7 +124,7 @@ static double distance_left_out(struct job *job, size_t last_seen, uint32_t quer
  * p. For a token with most of the mass both 1 - p and a - v_j are differences of nearly equal
  * numbers, so they are summed from the other tokens: 1 - p = sum p_i, a - v_j = sum p_i v_i -
  * (1 - p) v_j. A rounded p makes 1 - p exact as it stands. */
-static void score_published(struct job *job, size_t last_seen)
+static void score_published(struct dkv_ref_job *job, size_t last_seen)
 {
     const double eps = job->params->eps;
     double *p = job->row.p, *output = job->row.output, *rest = job->without;
@@ -301,19 +150,20 @@ static void score_published(struct job *job, size_t last_seen)
 }
 
 /* Adds one query row's terms to query_score. Row t of the window sees tokens up to n - w + t. */
-static enum dkv_status score_row(struct job *job, uint32_t query_head, size_t t, double *p_scratch)
+static enum dkv_status score_row(struct dkv_ref_job *job, uint32_t query_head, size_t t,
+                                 double *p_scratch)
 {
     const struct dkv_params *params = job->params;
     const size_t last_seen = job->n - job->plan->window + t;
     bool finite;
     size_t bad = 0;
-    const enum dkv_status status = read_row(job, &job->block->query, query_head,
-                                            job->plan->first_row + t, job->d, job->query, &finite,
-                                            &bad);
+    const enum dkv_status status = dkv_ref_read_row(job, &job->block->query, query_head,
+                                                    job->plan->first_row + t, job->d, job->query,
+                                                    &finite, &bad);
     if (status != DKV_OK)
         return status;
     if (!finite)
-        return not_finite(job, "query", "row", query_head, job->plan->first_row + t, bad);
+        return dkv_ref_not_finite(job, "query", "row", query_head, job->plan->first_row + t, bad);
 
     for (size_t j = 0; j <= last_seen; j++) {
         if (!visible(job, last_seen, j))
@@ -345,7 +195,8 @@ static enum dkv_status score_row(struct job *job, uint32_t query_head, size_t t,
 /* ---- one KV head ---- */
 
 /* The group's query heads, reduced into raw[n]. */
-static enum dkv_status score_head(struct job *job, uint64_t h, double *raw, double *p_scratch)
+static enum dkv_status score_head(struct dkv_ref_job *job, uint64_t h, double *raw,
+                                  double *p_scratch)
 {
     const uint32_t group = job->plan->group;
     for (size_t j = 0; j < job->n; j++)
@@ -371,7 +222,7 @@ static enum dkv_status score_head(struct job *job, uint64_t h, double *raw, doub
     return DKV_OK;
 }
 
-static void classify(const struct job *job, uint8_t *token_class)
+static void classify(const struct dkv_ref_job *job, uint8_t *token_class)
 {
     const size_t first = job->block->valid_from;
     const size_t window = job->plan->window;
@@ -395,76 +246,9 @@ static void classify(const struct job *job, uint8_t *token_class)
     }
 }
 
-/* ---- selection ---- */
-
-static void pool(const double *raw, uint64_t n, const struct dkv_params *params,
-                 const struct dkv_plan *plan, double *pooled)
-{
-    const bool prefix = params->pool_scope == DKV_POOL_SCOPE_PREFIX;
-    const int64_t begin = prefix ? (int64_t)plan->sinks : 0;
-    const int64_t end = (int64_t)(prefix ? n - plan->recent : n);
-    const int64_t half = params->kernel / 2;
-    for (int64_t i = 0; i < (int64_t)n; i++) {
-        pooled[i] = raw[i];
-        if (params->pool == DKV_POOL_NONE || i < begin || i >= end)
-            continue;
-        double max = 0, sum = 0;
-        for (int64_t j = i - half; j <= i + half; j++) {
-            if (j < begin || j >= end)
-                continue;
-            max = fmax(max, raw[j]);
-            sum += raw[j];
-        }
-        pooled[i] = params->pool == DKV_POOL_MAX ? max : sum / (double)params->kernel;
-    }
-}
-
-struct candidate {
-    uint8_t token_class;
-    double pooled;
-    double raw;
-    int32_t index;
-};
-
-static int better_first(const void *left, const void *right)
-{
-    const struct candidate *a = left, *b = right;
-    if (a->token_class != b->token_class)
-        return a->token_class > b->token_class ? -1 : 1;
-    if (a->pooled != b->pooled)
-        return a->pooled > b->pooled ? -1 : 1;
-    if (a->raw != b->raw)
-        return a->raw > b->raw ? -1 : 1;
-    return a->index < b->index ? -1 : a->index > b->index;
-}
-
-static int ascending(const void *left, const void *right)
-{
-    const int32_t a = *(const int32_t *)left, b = *(const int32_t *)right;
-    return (a > b) - (a < b);
-}
-
-enum dkv_status dkv_ref_select(const double *raw, const uint8_t *token_class, uint64_t n,
-                               const struct dkv_params *params, const struct dkv_plan *plan,
-                               double *pooled_out, int32_t *keep_out)
-{
-    struct candidate *order = calloc(n, sizeof(*order));
-    if (order == NULL)
-        return DKV_E_NOMEM;
-    pool(raw, n, params, plan, pooled_out);
-    for (uint64_t i = 0; i < n; i++)
-        order[i] = (struct candidate){token_class[i], pooled_out[i], raw[i], (int32_t)i};
-    qsort(order, n, sizeof(*order), better_first);
-    for (uint64_t i = 0; i < plan->keep_tokens; i++)
-        keep_out[i] = order[i].index;
-    qsort(keep_out, plan->keep_tokens, sizeof(*keep_out), ascending);
-    free(order);
-    return DKV_OK;
-}
-
 /* ---- the whole block ---- */
 
-static enum dkv_status run_head(struct job *job, uint64_t h, double *p_scratch)
+static enum dkv_status run_head(struct dkv_ref_job *job, uint64_t h, double *p_scratch)
 {
     const struct dkv_plan *plan = job->plan;
     struct dkv_ref_answer *answer = job->answer;
@@ -473,7 +257,7 @@ static enum dkv_status run_head(struct job *job, uint64_t h, double *p_scratch)
     uint8_t *token_class = answer->token_class + h * job->n;
     int32_t *keep = answer->keep + h * plan->keep_tokens;
 
-    enum dkv_status status = load_head(job, h);
+    enum dkv_status status = dkv_ref_load_head(job, h);
     if (status == DKV_OK)
         status = score_head(job, h, raw, p_scratch);
     if (status != DKV_OK)
@@ -497,7 +281,7 @@ enum dkv_status dkv_ref_run(const struct dkv_block *block, const struct dkv_para
         .token_class = calloc(heads * n, 1),
         .keep = calloc(heads * plan->keep_tokens, sizeof(int32_t)),
     };
-    struct job job = {
+    struct dkv_ref_job job = {
         .block = block,
         .params = params,
         .plan = plan,
