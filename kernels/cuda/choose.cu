@@ -8,7 +8,7 @@
  *   keep     each head's best, in two stages where the policy has two
  *   write    indices head after head, and how many
  *
- * A choice has a crew of up to 8 thread blocks, a cluster; between steps all of them meet. What
+ * A choice has a crew of up to 16 thread blocks, a cluster; between steps all of them meet. What
  * concerns a head alone is one block's work (choose_rank.cuh: solo). 1024 threads, which the
  * ranking passes need to have enough loads under way.
  */
@@ -89,30 +89,47 @@ __device__ int smallest_exponent(const dkv_cu_choice &choice)
     return least;
 }
 
-/* One head's scores in the unit of all, with what earlier calls had, and its classes. */
+/* A score of head `head` in the unit of all, with what earlier calls had. */
+__device__ float settled(const dkv_cu_choice &choice, uint32_t head, uint32_t i, float raw,
+                         float factor)
+{
+    const float x = raw * factor * factor;
+    if (!choice.carry || i >= choice.n)
+        return x;
+    const float carry = choice.carry[static_cast<size_t>(head) * choice.n + i];
+    return choice.carry_largest ? fmaxf(x, carry) : x + carry;
+}
+
+/* One head's scores and classes, four tokens at a time. */
 __device__ void settle_head(const choosing &w, uint32_t head, int exponent, shared_state &s)
 {
     const dkv_cu_choice &choice = w.choice;
     const unsigned *mask = choice.mask ? choice.mask + static_cast<size_t>(head) * choice.mask_words
                                        : nullptr;
     const float factor = ldexpf(1.0f, exponent - choice.exponents[head]);
-    float *raw = choice.raw + row_of(choice, head);
-    uint8_t *cls = choice.token_class + row_of(choice, head);
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        s.offset = choice.window == choice.n ? 0 : ~0u;
-        if (mask && choice.window > 0)
+    uint32_t lone = choice.window == choice.n ? 0 : ~0u;
+    if (mask && choice.window > 0) {
+        __syncthreads();
+        if (threadIdx.x == 0)
             s.offset = dkv_cu_lone_key(mask, choice.n, choice.window);
+        __syncthreads();
+        lone = s.offset;
     }
-    __syncthreads();
-    for (uint32_t i = w.c.rank * threads + threadIdx.x; i < choice.n; i += w.c.size * threads) {
-        float x = raw[i] * factor * factor;
-        if (choice.carry) {
-            const float carry = choice.carry[static_cast<size_t>(head) * choice.n + i];
-            x = choice.carry_largest ? fmaxf(x, carry) : x + carry;
-        }
-        raw[i] = x;
-        cls[i] = class_of(choice, mask, s.offset, i);
+    for (uint32_t i = 4 * (w.c.rank * threads + threadIdx.x); i < choice.n;
+         i += 4 * w.c.size * threads) {
+        float4 &raw = *reinterpret_cast<float4 *>(choice.raw + row_of(choice, head) + i);
+        const float4 x = raw;
+        uchar4 cls = {class_of(choice, mask, lone, i), 0, 0, 0};
+        if (i + 1 < choice.n)
+            cls.y = class_of(choice, mask, lone, i + 1);
+        if (i + 2 < choice.n)
+            cls.z = class_of(choice, mask, lone, i + 2);
+        if (i + 3 < choice.n)
+            cls.w = class_of(choice, mask, lone, i + 3);
+        raw = {settled(choice, head, i, x.x, factor), settled(choice, head, i + 1, x.y, factor),
+               settled(choice, head, i + 2, x.z, factor),
+               settled(choice, head, i + 3, x.w, factor)};
+        *reinterpret_cast<uchar4 *>(choice.token_class + row_of(choice, head) + i) = cls;
     }
 }
 
@@ -177,6 +194,46 @@ __device__ float pooled_score(const dkv_cu_choice &choice, const float *raw, uin
     return static_cast<float>(sum / choice.kernel);
 }
 
+/* Joins the windows of tokens i .. i+3, all inside the scope and of a kernel of 5 or more: most of
+ * each is common to all. */
+template <class value, class function>
+__device__ void join_windows(const float *raw, uint32_t i, uint32_t half, function join,
+                             value (&out)[4])
+{
+    const float *left = raw + i - half;
+    const float *right = raw + i + half;
+    value common = left[3];
+    for (const float *at = left + 4; at <= right; at++)
+        common = join(common, *at);
+    out[0] = join(join(join(common, left[0]), left[1]), left[2]);
+    out[1] = join(join(join(common, left[1]), left[2]), right[1]);
+    out[2] = join(join(join(common, left[2]), right[1]), right[2]);
+    out[3] = join(join(join(common, right[1]), right[2]), right[3]);
+}
+
+/* Pooled scores of tokens i .. i+3; what is behind the last token means nothing. */
+__device__ float4 pooled_four(const dkv_cu_choice &choice, const float *raw, uint32_t i)
+{
+    const uint32_t half = choice.kernel / 2;
+    if (half < 2 || i < choice.scope_begin + half || i + 3 + half >= choice.scope_end) {
+        float each[4] = {};
+        for (uint32_t q = 0; q < 4 && i + q < choice.n; q++)
+            each[q] = pooled_score(choice, raw, i + q);
+        return {each[0], each[1], each[2], each[3]};
+    }
+    if (choice.pool == DKV_POOL_MAX) {
+        float most[4];
+        join_windows(
+            raw, i, half, [](float a, float b) { return fmaxf(a, b); }, most);
+        return {most[0], most[1], most[2], most[3]};
+    }
+    double sum[4];
+    join_windows(
+        raw, i, half, [](double a, double b) { return a + b; }, sum);
+    return {static_cast<float>(sum[0] / choice.kernel), static_cast<float>(sum[1] / choice.kernel),
+            static_cast<float>(sum[2] / choice.kernel), static_cast<float>(sum[3] / choice.kernel)};
+}
+
 /* Sums tokens up to chunk `unit`, by a warp or a thread: `lanes` of them. */
 __device__ void gather_chunk(const choosing &w, uint32_t head, uint32_t unit, uint32_t lanes)
 {
@@ -220,8 +277,8 @@ __device__ void pool(const choosing &w)
             for (uint32_t unit = me / lanes; unit < w.units; unit += all / lanes)
                 gather_chunk(w, head, unit, lanes);
         else
-            for (uint32_t i = me; i < choice.n; i += all)
-                w.pooled[row_of(choice, head) + i] = pooled_score(
+            for (uint32_t i = 4 * me; i < choice.n; i += 4 * all)
+                *reinterpret_cast<float4 *>(w.pooled + row_of(choice, head) + i) = pooled_four(
                     choice, choice.raw + row_of(choice, head), i);
     }
     crew_barrier(w.c);
@@ -229,20 +286,30 @@ __device__ void pool(const choosing &w)
 
 /* ---- deal ---- */
 
-__device__ inline ranked solo(const choosing &w, uint32_t head)
+/* Units of a head that are above the candidates once the best `safe` are safe. */
+__device__ inline uint32_t above(const choosing &w, uint32_t safe)
 {
-    return {w.pooled, w.raw, w.cls, w.choice.stride, w.units, head, 1, false};
+    if (w.choice.mask || w.choice.window == w.choice.n)
+        return unknown;
+    return safe > w.protect ? safe : w.protect;
 }
 
-__device__ inline ranked joint(const choosing &w)
+__device__ inline ranked solo(const choosing &w, uint32_t head, uint32_t safe)
 {
-    return {w.pooled, w.raw, w.cls, w.choice.stride, w.units, 0, w.choice.heads, true};
+    return {w.pooled, w.raw, w.cls, w.choice.stride, w.units, head, 1, above(w, safe), false};
 }
 
-/* Makes the best `count` units of a head safe. */
-__device__ void make_safe(const choosing &w, uint32_t head, uint32_t count, shared_state &s)
+__device__ inline ranked joint(const choosing &w, uint32_t safe)
 {
-    const ranked units = solo(w, head);
+    return {w.pooled,       w.raw,          w.cls, w.choice.stride, w.units, 0,
+            w.choice.heads, above(w, safe), true};
+}
+
+/* Makes the best `count` units of a head safe, of which the best `safe` are. */
+__device__ void make_safe(const choosing &w, uint32_t head, uint32_t count, uint32_t safe,
+                          shared_state &s)
+{
+    const ranked units = solo(w, head, safe);
     find_cut(units, count, w.c, s, nullptr);
     const cut_point cut = s.cut;
     for_each_unit(units, w.c, [&](uint32_t, uint32_t i, unsigned cls, float pooled) {
@@ -253,9 +320,9 @@ __device__ void make_safe(const choosing &w, uint32_t head, uint32_t count, shar
 }
 
 /* adakv_mix: counts of each head among the best of all, to counts_out. */
-__device__ void count_best(const choosing &w, uint32_t total, shared_state &s)
+__device__ void count_best(const choosing &w, uint32_t total, uint32_t safe, shared_state &s)
 {
-    const ranked units = joint(w);
+    const ranked units = joint(w, safe);
     find_cut(units, total, w.c, s, w.choice.bins);
     const cut_point cut = s.cut;
     uint32_t of = 0;
@@ -295,13 +362,14 @@ __device__ void mark_kept(const choosing &w, const ranked &units, const cut_poin
 /* ---- keep ---- */
 
 /* criticalkv: what the first stage keeps is safe, and scores become the second stage's. */
-__device__ void second_stage(const choosing &w, uint32_t head, uint32_t half, shared_state &s)
+__device__ void second_stage(const choosing &w, uint32_t head, uint32_t half, uint32_t safe,
+                             shared_state &s)
 {
     const dkv_cu_choice &choice = w.choice;
     const float *weight = choice.weight ? choice.weight + static_cast<size_t>(head) * choice.n
                                         : nullptr;
     if (half > 0)
-        make_safe(w, head, half, s);
+        make_safe(w, head, half, safe, s);
     for (uint32_t i = threadIdx.x; i < choice.n; i += threads) {
         const size_t at = row_of(choice, head) + i;
         const float x = (w.pooled[at] + 1e-4f) * (weight ? weight[i] : 1.0f);
@@ -311,14 +379,18 @@ __device__ void second_stage(const choosing &w, uint32_t head, uint32_t half, sh
     __syncthreads();
 }
 
-/* A head's `count` best, in two stages where there are two; 0 where masked tokens leave nothing. */
-__device__ void keep_head(const choosing &w, uint32_t head, uint32_t count, shared_state &s)
+/* A head's `count` best, in two stages where there are two; 0 where masked tokens leave nothing.
+ * The best `safe` are safe. */
+__device__ void keep_head(const choosing &w, uint32_t head, uint32_t count, uint32_t safe,
+                          shared_state &s)
 {
-    if (w.choice.two_stages)
-        second_stage(w, head, count / 2, s);
+    if (w.choice.two_stages) {
+        second_stage(w, head, count / 2, safe, s);
+        safe = max(safe, count / 2);
+    }
     if (count == 0)
         return;
-    const ranked units = solo(w, head);
+    const ranked units = solo(w, head, safe);
     find_cut(units, count, w.c, s, nullptr);
     mark_kept(w, units, s.cut);
     __syncthreads();
@@ -332,7 +404,7 @@ __device__ void keep_each(const choosing &w, uint32_t mean, uint32_t least, shar
         uint32_t count = choice.each ? units_for(w, choice.each[head]) : mean;
         if (choice.mode == DKV_HEADS_ADAKV_MIX)
             count = mixed(w, choice.counts_out[head], mean, least);
-        keep_head(w, head, count, s);
+        keep_head(w, head, count, 0, s);
     }
 }
 
@@ -345,7 +417,7 @@ __device__ void deal_and_keep(const choosing &w, shared_state &s)
     least = least < 1 ? 1 : least > mean ? mean : least;
     if (choice.mode == DKV_HEADS_UNIFORM || choice.mode == DKV_HEADS_ADAKV_MIX) {
         if (choice.mode == DKV_HEADS_ADAKV_MIX)
-            count_best(w, choice.heads * mean, s);
+            count_best(w, choice.heads * mean, 0, s);
         keep_each(w, mean, least, s);
         crew_barrier(w.c);
         return;
@@ -356,16 +428,16 @@ __device__ void deal_and_keep(const choosing &w, shared_state &s)
         safe = max(safe, units_for(w, static_cast<uint32_t>(share)));
     }
     for (uint32_t head = w.c.rank; head < choice.heads && safe > w.protect; head += w.c.size)
-        make_safe(w, head, safe, s);
+        make_safe(w, head, safe, 0, s);
     crew_barrier(w.c);
     if (choice.two_stages) { /* heads get their counts first */
-        count_best(w, choice.heads * mean, s);
+        count_best(w, choice.heads * mean, safe, s);
         for (uint32_t head = w.c.rank; head < choice.heads; head += w.c.size)
-            keep_head(w, head, choice.counts_out[head], s);
+            keep_head(w, head, choice.counts_out[head], safe, s);
         crew_barrier(w.c);
         return;
     }
-    const ranked units = joint(w);
+    const ranked units = joint(w, safe);
     find_cut(units, choice.heads * mean, w.c, s, choice.bins);
     mark_kept(w, units, s.cut);
     crew_barrier(w.c);
@@ -478,7 +550,7 @@ __global__ void __launch_bounds__(threads) choose(const dkv_cu_choice *choices, 
 
 /* ---- launching ---- */
 
-constexpr uint32_t most_blocks = 8; /* of a cluster everywhere */
+constexpr uint32_t most_blocks = 16; /* of a cluster, where the device has such */
 constexpr size_t share_tokens = 16384;
 
 /* Blocks for the largest choice of the wave; a power of two. */
@@ -496,14 +568,40 @@ uint32_t crew_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
     return size;
 }
 
+cudaLaunchConfig_t launch_config(uint32_t blocks, uint32_t size, cudaLaunchAttribute *cluster)
+{
+    cudaLaunchConfig_t config = {};
+    *cluster = {};
+    cluster->id = cudaLaunchAttributeClusterDimension;
+    cluster->val.clusterDim = {size, 1, 1};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.attrs = cluster;
+    config.numAttrs = size > 1;
+    return config;
+}
+
 } // namespace
 
 extern "C" cudaError_t dkv_cu_choose_prepare(struct dkv_cu_device *device)
 {
+    const void *kernel = reinterpret_cast<const void *>(choose);
     cudaFuncAttributes attributes = {};
-    const cudaError_t error = cudaFuncGetAttributes(&attributes,
-                                                    reinterpret_cast<const void *>(choose));
-    device->choice_cluster = attributes.ptxVersion < 90 ? 1 : most_blocks;
+    cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    device->choice_cluster = 1;
+    if (error != cudaSuccess || attributes.ptxVersion < 90) /* code without clusters */
+        return error;
+    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    for (uint32_t size = most_blocks; error == cudaSuccess && size > 1; size /= 2) {
+        int fit = 0;
+        cudaLaunchAttribute cluster;
+        const cudaLaunchConfig_t config = launch_config(size, size, &cluster);
+        if (cudaOccupancyMaxActiveClusters(&fit, kernel, &config) == cudaSuccess && fit > 0) {
+            device->choice_cluster = size;
+            break;
+        }
+        (void)cudaGetLastError(); /* this size is not for this device */
+    }
     return error;
 }
 
@@ -513,15 +611,9 @@ extern "C" cudaError_t dkv_cu_choose_launch(const struct dkv_cu_device *device,
     if (wave->n_choices == 0)
         return cudaSuccess;
     uint32_t size = crew_of(device, wave);
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {size, 1, 1};
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(wave->n_choices * size);
-    config.blockDim = dim3(threads);
+    cudaLaunchAttribute cluster;
+    cudaLaunchConfig_t config = launch_config(wave->n_choices * size, size, &cluster);
     config.stream = stream;
-    config.attrs = &cluster;
-    config.numAttrs = size > 1;
     const dkv_cu_choice *choices = wave->choices;
     void *arguments[] = {&choices, &size};
     return cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(choose), arguments);

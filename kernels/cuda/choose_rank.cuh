@@ -19,6 +19,8 @@ constexpr int threads = 1024;
 constexpr int digit_bits = 11;
 constexpr int n_bins = 1 << digit_bits;
 constexpr int bins_per_thread = n_bins / threads;
+constexpr unsigned most_rivals = 256;
+constexpr unsigned unknown = ~0u;
 
 /* A chunk that sinks or recent tokens are in is kept before everything else (kernels/choose.c). */
 enum token_class { class_lowest, class_candidate, class_protected, class_place, n_classes };
@@ -44,6 +46,8 @@ struct shared_state {
     unsigned ties;   /* how many of it are kept */
     unsigned in_bin; /* how many it has */
     cut_point cut;
+    unsigned rivals[n_tiers][most_rivals]; /* what is left, few enough to be compared directly */
+    unsigned n_rivals;
     unsigned n_histograms; /* joint ones so far: which of the global ones is next */
     unsigned offset;
 };
@@ -64,7 +68,8 @@ __device__ inline void crew_barrier(const crew &c)
 
 /* ---- units ---- */
 
-/* What is ranked: `n` units of each of `heads` heads from `first_head` on. */
+/* What is ranked: `n` units of each of `heads` heads from `first_head` on. `above` of each head are
+ * known to be of classes above the candidates', and none below; `unknown`: count them. */
 struct ranked {
     const float *pooled;
     const float *raw;
@@ -73,6 +78,7 @@ struct ranked {
     uint32_t n;
     uint32_t first_head;
     uint32_t heads;
+    uint32_t above;
     bool joint;
 };
 
@@ -203,9 +209,9 @@ __device__ void find_bin(shared_state &s)
 
 /* ---- the cut ---- */
 
-/* Which class the cut falls into. True if all of it are kept. */
-__device__ bool find_class(const ranked &units, uint32_t k, const crew &c, shared_state &s,
-                           unsigned *global)
+/* Which class the cut falls into, by counting. */
+__device__ void count_classes(const ranked &units, uint32_t k, const crew &c, shared_state &s,
+                              unsigned *global)
 {
     clear_bins(s);
     unsigned counts[n_classes] = {};
@@ -228,6 +234,22 @@ __device__ bool find_class(const ranked &units, uint32_t k, const crew &c, share
     if (threadIdx.x == 0) {
         s.cut = {};
         s.cut.cls = s.bin;
+    }
+}
+
+/* Which class the cut falls into. True if all of it are kept. */
+__device__ bool find_class(const ranked &units, uint32_t k, const crew &c, shared_state &s,
+                           unsigned *global)
+{
+    const bool known = units.above != unknown && k > units.above * units.heads;
+    __syncthreads();
+    if (!known) {
+        count_classes(units, k, c, s, global);
+    } else if (threadIdx.x == 0) {
+        s.cut = {};
+        s.cut.cls = class_candidate;
+        s.ties = k - units.above * units.heads;
+        s.in_bin = (units.n - units.above) * units.heads;
     }
     __syncthreads();
     return s.ties == s.in_bin;
@@ -263,6 +285,46 @@ __device__ bool narrow(const ranked &units, int tier, int high, int low, const c
     return s.ties == s.in_bin;
 }
 
+/* The end of a solo search: the few units that equal the cut in class and in the pooled key's bits
+ * from `low` up are compared with each other. The cut is the s.ties-th best of them. */
+__device__ void compare_rivals(const ranked &units, int low, const crew &c, shared_state &s)
+{
+    const cut_point cut = s.cut;
+    __syncthreads();
+    if (threadIdx.x == 0)
+        s.n_rivals = 0;
+    __syncthreads();
+    for_each_unit(units, c, [&](uint32_t head, uint32_t i, unsigned cls, float pooled) {
+        const unsigned key = key_of(pooled);
+        if (cls != cut.cls || key >> low != cut.key[tier_pooled] >> low)
+            return;
+        const unsigned at = atomicAdd(&s.n_rivals, 1);
+        if (at >= most_rivals) /* there are s.in_bin of them */
+            return;
+        s.rivals[tier_pooled][at] = key;
+        s.rivals[tier_raw][at] = late_key(units, tier_raw, head, i);
+        s.rivals[tier_place][at] = late_key(units, tier_place, head, i);
+    });
+    __syncthreads();
+    const unsigned n = min(s.n_rivals, most_rivals);
+    if (threadIdx.x < n) {
+        unsigned mine[n_tiers];
+        unsigned better = 0;
+        for (int tier = 0; tier < n_tiers; tier++)
+            mine[tier] = s.rivals[tier][threadIdx.x];
+        for (unsigned other = 0; other < n; other++) {
+            int tier = 0;
+            while (tier < tier_place && s.rivals[tier][other] == mine[tier])
+                tier++;
+            better += s.rivals[tier][other] > mine[tier];
+        }
+        if (better + 1 == s.ties)
+            for (int tier = 0; tier < n_tiers; tier++)
+                s.cut.key[tier] = mine[tier];
+    }
+    __syncthreads();
+}
+
 /* s.cut for the k best, 1 <= k <= units; every thread of the block, or of the crew if joint. Bits
  * and tiers below the last one looked at are 0 there: nothing that is left is behind them. */
 __device__ void find_cut(const ranked &units, uint32_t k, const crew &c, shared_state &s,
@@ -275,6 +337,10 @@ __device__ void find_cut(const ranked &units, uint32_t k, const crew &c, shared_
             const int low = high > digit_bits ? high - digit_bits : 0;
             if (narrow(units, tier, high, low, c, s, global))
                 return;
+            if (tier == tier_pooled && !units.joint && s.in_bin <= most_rivals) {
+                compare_rivals(units, low, c, s);
+                return;
+            }
         }
 }
 
