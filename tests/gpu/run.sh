@@ -38,6 +38,7 @@ for test in budgets golden layouts metamorphic nasty same_bits; do
 done
 run "$dir/bin/check_random" cuda:0 300 1
 run "$dir/bin/check_policies" cuda:0 300 3300
+run "$dir/bin/check_gpu_policies" 512
 # The same engine behind the library's calls, on streams of the caller's.
 run "$dir/bin/test_gpu_embedded"
 # Memory of other processes, lent to a daemon.
