@@ -124,7 +124,7 @@ static enum dkv_status put_bulk(struct dkv_transport *t, const struct dropkv_pro
             continue;
         memcpy(to, parts[i].from, parts[i].bytes);
         to += parts[i].bytes;
-        wire->extras |= i > 0 ? (uint8_t)(1u << (i - 1)) : 0;
+        wire->extras = (uint8_t)(wire->extras | (i > 0 ? 1u << (i - 1) : 0u));
     }
     return DKV_OK;
 }
