@@ -1,5 +1,6 @@
-/* One timerfd for all fences, since libuv's timers count milliseconds. Its period follows the
- * youngest fence: 50 us for the first millisecond, then a twentieth of the time waited, up to 1 ms.
+/* One timerfd for all fences, since libuv's timers count milliseconds. Each has a pace of its own,
+ * so that those who wait for long cost no more when others come: 50 us for the first millisecond,
+ * then a twentieth of the time waited, up to 1 ms.
  *
  * The slot is read by pread(), since the front maps no memory of clients. The kernel may copy the
  * eight bytes in pieces, so a value counts when it was seen twice: the second read is not torn by
@@ -23,15 +24,23 @@ struct dkv_fences {
     uv_poll_t poll;
     int timer_fd;
     struct dkv_list waiting;
-    uint64_t pause_ns; /* 0: the timer is off */
-    uint64_t first_ns; /* when the youngest began to wait */
+    uint64_t due_ns; /* the timer's; 0: it is off */
 };
 
-static void set_timer(struct dkv_fences *fences, uint64_t pause_ns)
+/* Off with a pause of 0. */
+static void set_timer(struct dkv_fences *fences, uint64_t now_ns, uint64_t pause_ns)
 {
     const struct itimerspec spec = {.it_value.tv_nsec = (long)pause_ns};
-    fences->pause_ns = pause_ns;
+    fences->due_ns = pause_ns > 0 ? now_ns + pause_ns : 0;
     timerfd_settime(fences->timer_fd, 0, &spec, NULL);
+}
+
+static uint64_t pause_after(uint64_t waited_ns)
+{
+    const uint64_t share_ns = waited_ns / PAUSE_SHARE;
+    return share_ns < PAUSE_MIN_NS   ? PAUSE_MIN_NS
+           : share_ns > PAUSE_MAX_NS ? PAUSE_MAX_NS
+                                     : share_ns;
 }
 
 bool dkv_fence_reached(struct dkv_fence *fence, struct dkv_error *err)
@@ -53,8 +62,10 @@ static void look(struct dkv_fence *fence, uint64_t now_ns)
     struct dkv_error err;
     enum dkv_status status = DKV_OK;
     if (!dkv_fence_reached(fence, &err)) {
-        if (err.status == DKV_OK && now_ns < fence->deadline_ns)
+        if (err.status == DKV_OK && now_ns < fence->deadline_ns) {
+            fence->next_ns = now_ns + pause_after(now_ns - fence->since_ns);
             return;
+        }
         status = err.status != DKV_OK
                      ? err.status
                      : dkv_error_set(&err, DKV_E_TIMEOUT,
@@ -65,6 +76,34 @@ static void look(struct dkv_fence *fence, uint64_t now_ns)
     fence->ready(fence, status, &err);
 }
 
+/* ready() may end other requests and with them their fences, so the walk takes them from a list of
+ * its own. */
+uint64_t dkv_fences_look(struct dkv_fences *fences, uint64_t now_ns)
+{
+    struct dkv_list turn;
+    struct dkv_list *node;
+    uint64_t next_ns = UINT64_MAX;
+    dkv_list_init(&turn);
+    while ((node = dkv_list_first(&fences->waiting)) != NULL) {
+        dkv_list_remove(node);
+        dkv_list_push_back(&turn, node);
+    }
+    while ((node = dkv_list_first(&turn)) != NULL) {
+        struct dkv_fence *fence = DKV_LIST_OF(node, struct dkv_fence, node);
+        dkv_list_remove(node);
+        dkv_list_push_back(&fences->waiting, node);
+        if (fence->next_ns <= now_ns)
+            look(fence, now_ns);
+    }
+    DKV_LIST_EACH (at, &fences->waiting) {
+        const struct dkv_fence *fence = DKV_LIST_OF(at, struct dkv_fence, node);
+        next_ns = fence->next_ns < next_ns ? fence->next_ns : next_ns;
+    }
+    if (next_ns == UINT64_MAX)
+        return 0;
+    return next_ns > now_ns ? next_ns - now_ns : 1;
+}
+
 static void on_timer(uv_poll_t *poll, int status, int events)
 {
     struct dkv_fences *fences = poll->data;
@@ -73,29 +112,8 @@ static void on_timer(uv_poll_t *poll, int status, int events)
     (void)events;
     if (read(fences->timer_fd, &n_expired, sizeof(n_expired)) < 0 && errno == EAGAIN)
         return;
-    /* ready() may end other requests and with them their fences, so the walk starts again from a
-     * list of its own. */
-    struct dkv_list turn;
-    struct dkv_list *node;
     const uint64_t now_ns = dkv_clock_ns();
-    dkv_list_init(&turn);
-    while ((node = dkv_list_first(&fences->waiting)) != NULL) {
-        dkv_list_remove(node);
-        dkv_list_push_back(&turn, node);
-    }
-    while ((node = dkv_list_first(&turn)) != NULL) {
-        dkv_list_remove(node);
-        dkv_list_push_back(&fences->waiting, node);
-        look(DKV_LIST_OF(node, struct dkv_fence, node), now_ns);
-    }
-    if (dkv_list_empty(&fences->waiting)) {
-        fences->pause_ns = 0;
-        return;
-    }
-    const uint64_t share_ns = (now_ns - fences->first_ns) / PAUSE_SHARE;
-    set_timer(fences, share_ns < PAUSE_MIN_NS   ? PAUSE_MIN_NS
-                      : share_ns > PAUSE_MAX_NS ? PAUSE_MAX_NS
-                                                : share_ns);
+    set_timer(fences, now_ns, dkv_fences_look(fences, now_ns));
 }
 
 enum dkv_status dkv_fences_open(uv_loop_t *loop, struct dkv_fences **fences_out,
@@ -132,10 +150,12 @@ void dkv_fences_close(struct dkv_fences *fences)
 
 void dkv_fence_wait(struct dkv_fences *fences, struct dkv_fence *fence)
 {
+    const uint64_t now_ns = dkv_clock_ns();
     dkv_list_push_back(&fences->waiting, &fence->node);
-    fences->first_ns = dkv_clock_ns();
-    if (fences->pause_ns == 0 || fences->pause_ns > PAUSE_MIN_NS)
-        set_timer(fences, PAUSE_MIN_NS);
+    fence->since_ns = now_ns;
+    fence->next_ns = now_ns + PAUSE_MIN_NS;
+    if (fences->due_ns == 0 || fences->due_ns > fence->next_ns)
+        set_timer(fences, now_ns, PAUSE_MIN_NS);
 }
 
 void dkv_fence_drop(struct dkv_fence *fence)

@@ -2,7 +2,8 @@
  * memory holds a value, or its deadline passes.
  *
  * The slot is polled on the CPU; a device that waits for it could be made to wait for ever. Polling
- * begins at 50 us and slows down to 1 ms for those who take long. Nothing runs while nobody waits.
+ * begins at 50 us and slows down to 1 ms for those who take long, each at its own pace. Nothing
+ * runs while nobody waits.
  *
  * Owner   open/close of the set; a fence is embedded in its request, and in the set from wait()
  * until its `ready` was called or drop(). Thread  loop.
@@ -30,6 +31,7 @@ struct dkv_fence {
     dkv_fence_ready_fn ready;
 
     struct dkv_list node;
+    uint64_t since_ns, next_ns; /* when it began to wait, and is to be looked at again */
 };
 
 struct dkv_fences;
@@ -44,6 +46,10 @@ void dkv_fences_close(struct dkv_fences *fences);
  * here. */
 bool dkv_fence_reached(struct dkv_fence *fence, struct dkv_error *err);
 void dkv_fence_wait(struct dkv_fences *fences, struct dkv_fence *fence);
+
+/* What the timer does: looks at those whose turn it is. How long until the next one's; 0: nobody
+ * waits. */
+uint64_t dkv_fences_look(struct dkv_fences *fences, uint64_t now_ns);
 
 /* `ready` will not be called. Harmless if the fence does not wait. */
 void dkv_fence_drop(struct dkv_fence *fence);
