@@ -5,9 +5,12 @@
 #
 #   release    gcc, warnings are errors, with the CUDA engine where nvcc is found (for two GPU
 #              architectures: the full list is for releases and takes minutes more)
-#   clang      the same tree with clang, warnings are errors (compiled, not run again)
+#   clang      the same tree with clang, warnings are errors (compiled without optimization, not run again)
 #   sanitize   ASan, UBSan and LSan, without the CUDA engine
 #   aarch64    cross-built, part of the tests under qemu (tests/aarch64.sh)
+#
+# Many tests wait more than they compute, so clang and sanitize are built beside the release's tests, and
+# aarch64 is built and run beside the sanitized ones.
 #
 # --quick stops after release. Exit 0: everything that ran has passed; what was skipped is listed.
 set -eu
@@ -50,7 +53,7 @@ run_suite() {
     dir=$1 name=$2
     echo "== $name: tests"
     log=$dir/run-tests.log
-    meson test -C "$dir" --no-rebuild --print-errorlogs --timeout-multiplier "${DKV_TIMEOUT_MULTIPLIER:-1}" \
+    meson test -C "$dir" --no-rebuild --print-errorlogs --timeout-multiplier "${DKV_TIMEOUT_MULTIPLIER:-2}" \
         >"$log" 2>&1 || true
     grep -E '^ *[0-9]+/[0-9]+ .*(FAIL|TIMEOUT|SKIP|ERROR|UNEXPECTED)' "$log" || true
     ok=$(sed -n 's/^Ok: *\([0-9]*\).*/\1/p' "$log")
@@ -65,20 +68,40 @@ run_suite() {
     passed=$((passed + ${ok:-0})) failed=$((failed + bad)) skipped=$((skipped + ${out:-0}))
 }
 
+# build_others: what the release's tests do not need.
+build_others() {
+    (CC=clang; export CC
+    configure build-clang -Dbuildtype=debug -Ddebug=false -Dwerror=true -Dcuda=disabled)
+    nice ninja -C build-clang --quiet
+    # An error ends the program (UBSAN_OPTIONS below), so the code to go on after one can be spared.
+    configure build-asan -Dbuildtype=debugoptimized -Dwerror=true -Dcuda=disabled \
+        -Db_sanitize=address,undefined -Dc_args=-fno-sanitize-recover=all
+    nice ninja -C build-asan --quiet
+}
+
+beside=
+stop_beside() {
+    [ -n "$beside" ] || return 0
+    pkill -P "$beside" 2>/dev/null || true
+    kill "$beside" 2>/dev/null || true
+}
+trap stop_beside EXIT
+trap 'exit 130' INT TERM
+
 echo "== release: build (cuda $cuda)"
 configure build -Dbuildtype=release -Dwerror=true -Dcuda=$cuda -Dgpu_arch=80,90a
 ninja -C build --quiet
+if ! $quick; then
+    build_others >build/others.log 2>&1 &
+    beside=$!
+fi
 run_suite build release
 
 if ! $quick; then
-    echo "== clang: build"
-    (CC=clang; export CC; configure build-clang -Dbuildtype=release -Dwerror=true -Dcuda=disabled)
-    ninja -C build-clang --quiet
-
-    echo "== sanitize: build"
-    configure build-asan -Dbuildtype=debugoptimized -Dwerror=true -Dcuda=disabled \
-        -Db_sanitize=address,undefined
-    ninja -C build-asan --quiet
+    echo "== clang, sanitize: build"
+    wait "$beside" || { beside=; cat build/others.log; exit 1; }
+    sh tests/aarch64.sh build-aarch64 >build/aarch64.log 2>&1 &
+    beside=$!
     ASAN_OPTIONS=detect_leaks=1:abort_on_error=1:strict_string_checks=1
     # What fontconfig, behind cairo, keeps until the process ends.
     LSAN_OPTIONS=suppressions=$root/tests/lsan.supp:print_suppressions=0
@@ -88,7 +111,9 @@ if ! $quick; then
     run_suite build-asan sanitize
 
     echo "== aarch64: build, and tests under emulation"
-    (unset ASAN_OPTIONS LSAN_OPTIONS UBSAN_OPTIONS DKV_SANITIZED; sh tests/aarch64.sh build-aarch64) && rc=0 || rc=$?
+    wait "$beside" && rc=0 || rc=$?
+    beside=
+    cat build/aarch64.log
     case $rc in
     0) passed=$((passed + 1)) ;;
     77) skipped=$((skipped + 1)) ;;

@@ -13,7 +13,7 @@ from socket_daemon import SocketDaemon
 
 DROPKVD = sys.argv.pop(1)
 SLOW_ENGINE = ("--threads", "1", "--cpu-mask", "0")
-LONG = {"tokens": 65536, "q_heads": 8, "kv_heads": 1, "dim": 128, "rows": 64}  # nearly two seconds
+LONG = {"tokens": 32768, "q_heads": 8, "kv_heads": 1, "dim": 128, "rows": 64}  # nearly a second
 LONG_PARAMS = {"window": 64, "keep_tokens": 64}
 RUNNING = "dropkv_running_requests"
 
@@ -60,14 +60,14 @@ class Work(unittest.TestCase):
 
     def test_on_the_socket_it_is_told_and_detaching_waits_for_the_work(self):
         tensors = infer_body(**LONG)[1]
-        query, cache = 8 * 64 * 128 * 4, 65536 * 128 * 4
+        query, cache = 8 * 64 * 128 * 4, 32768 * 128 * 4
         with SocketDaemon(DROPKVD, *SLOW_ENGINE) as daemon, wire.Client(daemon.path) as client, \
                 wire.Memory(len(tensors)) as memory:
             memory.map[:] = tensors
             number = client.add_memfd(memory.fd, len(tensors))
             block = wire.block([wire.view(number, 0, 512, 64 * 512), wire.view(number, query, 512, cache),
                                 wire.view(number, query + cache, 512, cache)],
-                               q_heads=8, dim=128, rows=64, tokens=65536)
+                               q_heads=8, dim=128, rows=64, tokens=32768)
             params = wire.integer(wire.WINDOW, 64) + wire.integer(wire.KEEP_TOKENS, 64)
             late = params + wire.integer(wire.TIMEOUT_PARAM, 100000)
             status, text = client.ask(wire.SCORE_BLOCKS, wire.score_blocks([block], late)).error()
@@ -82,7 +82,7 @@ class Work(unittest.TestCase):
 
     def test_what_is_written_to_the_callers_memory_is_answered_after_the_last_write(self):
         tensors = infer_body(**LONG)[1]
-        query, cache = 8 * 64 * 128 * 4, 65536 * 128 * 4
+        query, cache = 8 * 64 * 128 * 4, 32768 * 128 * 4
         with SocketDaemon(DROPKVD, *SLOW_ENGINE) as daemon, wire.Client(daemon.path) as client, \
                 wire.Memory(len(tensors)) as memory, wire.Memory(4096) as place:
             memory.map[:] = tensors
@@ -90,7 +90,7 @@ class Work(unittest.TestCase):
             output = client.add_memfd(place.fd, 4096, writable=1)
             block = wire.block([wire.view(number, 0, 512, 64 * 512), wire.view(number, query, 512, cache),
                                 wire.view(number, query + cache, 512, cache)],
-                               q_heads=8, dim=128, rows=64, tokens=65536)
+                               q_heads=8, dim=128, rows=64, tokens=32768)
             params = (wire.integer(wire.WINDOW, 64) + wire.integer(wire.KEEP_TOKENS, 64) +
                       wire.integer(wire.TIMEOUT_PARAM, 100000))
             message = wire.score_blocks([block], params, output=(output, 0, 4096))
@@ -101,13 +101,13 @@ class Work(unittest.TestCase):
 
     def test_a_session_that_ends_after_it_was_told_gives_everything_back(self):
         tensors = infer_body(**LONG)[1]
-        query, cache = 8 * 64 * 128 * 4, 65536 * 128 * 4
+        query, cache = 8 * 64 * 128 * 4, 32768 * 128 * 4
         with SocketDaemon(DROPKVD, *SLOW_ENGINE) as daemon:
             n_fds = daemon.n_fds()
             with wire.Client(daemon.path) as client:
                 block = wire.block([wire.view(0, 0, 512, 64 * 512), wire.view(0, query, 512, cache),
                                     wire.view(0, query + cache, 512, cache)],
-                                   q_heads=8, dim=128, rows=64, tokens=65536)
+                                   q_heads=8, dim=128, rows=64, tokens=32768)
                 params = wire.integer(wire.WINDOW, 64) + wire.integer(wire.TIMEOUT_PARAM, 100000)
                 message = wire.score_blocks([block], params + wire.integer(wire.KEEP_TOKENS, 64))
                 self.assertEqual(client.ask(wire.SCORE_BLOCKS, message, tensors).error()[0], wire.TIMEOUT)
