@@ -4,17 +4,20 @@
  * time of the seal. F_SEAL_SHRINK alone is not enough, since a file can be short from the start.
  *
  * Holes may still be punched into a sealed file; the pages read as zeros then, which spoils the
- * owner's own answer and nothing else.
+ * owner's own answer and nothing else. Not so with huge pages: the next access needs one of a pool
+ * that may be empty by then, which is a SIGBUS. So these are never mapped.
  */
 #include "proto/memfd.h"
 
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <linux/magic.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #ifndef MFD_NOEXEC_SEAL
@@ -54,6 +57,12 @@ static enum dkv_status get_seals(int fd, int *seals_out, struct dkv_error *err)
                          kind_name(st.st_mode));
 }
 
+static bool has_huge_pages(int fd)
+{
+    struct statfs fs;
+    return fstatfs(fd, &fs) != 0 || fs.f_type == HUGETLBFS_MAGIC;
+}
+
 enum dkv_status dkv_memfd_inspect(int fd, struct dkv_memfd_info *info_out, struct dkv_error *err)
 {
     struct stat st;
@@ -64,9 +73,11 @@ enum dkv_status dkv_memfd_inspect(int fd, struct dkv_memfd_info *info_out, struc
         return status;
     if (fstat(fd, &st) != 0 || !S_ISREG(st.st_mode) || st.st_size < 0)
         return dkv_error_set(err, DKV_E_INVALID, "the fd has no size");
-    info_out->kind = (seals & SIZE_SEALS) == SIZE_SEALS ? DKV_MEMFD_SEALED : DKV_MEMFD_LOOSE;
+    const bool huge = has_huge_pages(fd);
+    info_out->kind = (seals & SIZE_SEALS) == SIZE_SEALS && !huge ? DKV_MEMFD_SEALED
+                                                                 : DKV_MEMFD_LOOSE;
     info_out->bytes = (uint64_t)st.st_size;
-    info_out->writable = (fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDWR &&
+    info_out->writable = (fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDWR && !huge &&
                          (seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE)) == 0;
     return DKV_OK;
 }
@@ -158,7 +169,8 @@ enum dkv_status dkv_memfd_map(int fd, uint64_t offset, uint64_t bytes, bool writ
     if (status != DKV_OK)
         return status;
     if (info.kind != DKV_MEMFD_SEALED)
-        return dkv_error_set(err, DKV_E_INVALID, "memfd is not sealed against shrink and grow");
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "memfd is not sealed against shrink and grow, or has huge pages");
     if (bytes == 0 || !dkv_range_fits(offset, bytes, info.bytes))
         return dkv_error_set(err, DKV_E_INVALID,
                              "memfd: %" PRIu64 " bytes at %" PRIu64 " are not within %" PRIu64,

@@ -2,9 +2,9 @@
  *
  * What a peer sends is hostile: it can truncate the file while we read it, and reading a mapping
  * beyond the file's end is a SIGBUS. So memory is only mapped if the fd is a memfd sealed against
- * shrinking and growing, with its size looked at after its seals; anything else that is memory is
- * read by dkv_memfd_read(), which cannot fault. Contents may change at any time, sealed or not:
- * nothing that was checked there stays true.
+ * shrinking and growing, not of huge pages, with its size looked at after its seals; anything else
+ * that is memory is read by dkv_memfd_read(), which cannot fault. Contents may change at any time,
+ * sealed or not: nothing that was checked there stays true.
  *
  * Owner   fds stay the caller's.
  * Thread  any; no state.
@@ -17,13 +17,13 @@
 
 enum dkv_memfd_kind {
     DKV_MEMFD_SEALED, /* of a fixed size: may be mapped */
-    DKV_MEMFD_LOOSE,  /* memory that its owner can resize: read only by dkv_memfd_read() */
+    DKV_MEMFD_LOOSE,  /* memory that its owner can take away: read only by dkv_memfd_read() */
 };
 
 struct dkv_memfd_info {
     enum dkv_memfd_kind kind;
     uint64_t bytes; /* of the file; LOOSE: at this moment */
-    bool writable;  /* results could be written there */
+    bool writable;  /* results could be written there, by write() too: not to huge pages */
 };
 
 /* What is it? INVALID if it is no memory: a file on disk, a pipe, a socket, a device, a directory,

@@ -35,7 +35,7 @@ static enum dkv_status lend_file(struct dkv_region *region, const struct dkv_wir
     if (status == DKV_OK && wire->writable && !info.writable)
         status = dkv_error_set(err, DKV_E_INVALID,
                                "region: results are to be written there, but the fd does not allow "
-                               "writing");
+                               "writing or has huge pages");
     if (status != DKV_OK)
         return status;
     return dkv_backend_attach(region->backend, fd, wire->offset, wire->bytes, wire->writable != 0,

@@ -104,6 +104,26 @@ static void only_both_seals_make_it_mappable(void **state)
     }
 }
 
+/* Their owner can punch a hole and use up the pool: to touch the hole is a SIGBUS then. */
+static void huge_pages_are_not_mapped(void **state)
+{
+    (void)state;
+    struct dkv_memfd_info info;
+    void *base = NULL;
+    char read[64];
+    const int fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_HUGETLB);
+    if (fd < 0)
+        skip(); /* a kernel without them */
+    assert_int_equal(ftruncate(fd, 2 << 20), 0);
+    assert_int_equal(fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW), 0);
+    assert_int_equal(dkv_memfd_inspect(fd, &info, &err), DKV_OK);
+    assert_int_equal(info.kind, DKV_MEMFD_LOOSE);
+    assert_false(info.writable);
+    assert_int_equal(dkv_memfd_map(fd, 0, 4096, false, &base, &err), DKV_E_INVALID);
+    assert_int_equal(dkv_memfd_read(fd, 4096, read, sizeof(read), &err), DKV_OK);
+    close(fd);
+}
+
 static void a_file_that_was_short_when_it_was_sealed_is_not_mapped_beyond_its_end(void **state)
 {
     (void)state;
@@ -183,6 +203,7 @@ int main(void)
         cmocka_unit_test(our_own_is_sealed_allocated_and_zero),
         cmocka_unit_test(what_is_no_memory_is_refused_by_its_kind),
         cmocka_unit_test(only_both_seals_make_it_mappable),
+        cmocka_unit_test(huge_pages_are_not_mapped),
         cmocka_unit_test(a_file_that_was_short_when_it_was_sealed_is_not_mapped_beyond_its_end),
         cmocka_unit_test(any_offset_can_be_mapped),
         cmocka_unit_test(memory_sealed_against_writing_is_no_output),
