@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <unistd.h>
 
 #define BUSY_POLL_US_MAX        1000000
 #define DEFAULT_TIMEOUT_US      (30 * INT64_C(1000000))
@@ -70,6 +71,7 @@ enum dkv_status dkv_client_open(const char *endpoint, const struct dropkv_client
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a client");
     }
     client->ops = ops;
+    client->process = getpid();
     client->timeout_us = o.timeout_us != 0 ? o.timeout_us : DEFAULT_TIMEOUT_US;
     client->busy_poll_ns = (int64_t)o.busy_poll_us * 1000;
     client->max_in_flight = o.max_in_flight != 0 ? o.max_in_flight : DEFAULT_MAX_IN_FLIGHT;
@@ -120,7 +122,7 @@ enum dropkv_status dropkv_client_open(const char *endpoint,
 
 void dropkv_client_close(struct dropkv_client *client)
 {
-    if (client == NULL)
+    if (client == NULL || client->process != getpid())
         return;
     dkv_jobs_drop(client);
     client->ops->close(client->transport);

@@ -10,6 +10,8 @@
 
 #include "client/transport.h"
 
+#include <sys/types.h>
+
 #define DKV_TIMEOUT_US_MAX (86400 * INT64_C(1000000))
 
 struct dkv_job_list {
@@ -31,6 +33,7 @@ struct dropkv_client {
     int64_t timeout_us;
     int64_t busy_poll_ns;
     uint64_t last_id;
+    pid_t process; /* that opened it: a forked child leaves it alone */
 };
 
 /* Lets go of every job. The transport is still open. */

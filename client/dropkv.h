@@ -26,6 +26,8 @@
  *             Different clients are independent. The library starts no thread, installs no signal
  *             handler and keeps no state outside its clients. An embedded engine has threads of its
  *             own.
+ * Processes   a client belongs to the process that opened it: after fork() the child may only close
+ *             it, which does nothing there.
  * Errors      every function that can fail returns a status; where it takes a `struct
  *             dropkv_error *`, that may be NULL, and is written only on failure.
  * Deadlines   every call ends: a request without a deadline of its own gets the client's.

@@ -9,6 +9,8 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -116,6 +118,32 @@ static void the_descriptor_is_readable_while_work_waits(void **state)
     assert_int_equal(dropkv_submit(client, &r, &id, NULL), DROPKV_OK);
     assert_int_equal(dropkv_cancel(client, id), DROPKV_OK);
     assert_false(is_readable(client));
+    dropkv_client_close(client);
+}
+
+/* Which has none of the engine's threads, and shares the descriptor. */
+static void a_child_may_close_its_parents_client(void **state)
+{
+    (void)state;
+    struct dropkv_client *client = open_client();
+    struct dropkv_request r = make_request(1);
+    struct dropkv_result *result;
+    int status;
+    assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
+    const pid_t child = fork();
+    assert_true(child >= 0);
+    if (child == 0) {
+        dropkv_client_close(client);
+        _exit(0);
+    }
+    assert_int_equal(waitpid(child, &status, 0), child);
+    assert_int_equal(status, 0);
+    assert_true(is_readable(client));
+    assert_int_equal(dropkv_dispatch(client, 0, NULL), DROPKV_OK);
+    result = dropkv_next_result(client);
+    assert_non_null(result);
+    assert_int_equal(result->status, DROPKV_OK);
+    dropkv_result_free(result);
     dropkv_client_close(client);
 }
 
@@ -331,6 +359,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_batch_is_its_sequences),
         cmocka_unit_test(the_descriptor_is_readable_while_work_waits),
+        cmocka_unit_test(a_child_may_close_its_parents_client),
         cmocka_unit_test(a_deadline_that_passed_is_not_computed),
         cmocka_unit_test(one_bad_sequence_fails_its_request_alone),
         cmocka_unit_test(small_vectors_are_copied),
