@@ -5,7 +5,8 @@
  * line, which a proxy in front may take for part of a value. It parses in place, though, and writes
  * a NUL over each byte of the line's end: a value that ended in CR LF has two NULs behind it, one
  * that ended in a bare LF (or holds a NUL itself) has one NUL and then the next line. So the bytes
- * behind each value tell what the library no longer says.
+ * behind each value tell what the library no longer says. Two bare LFs look like CR LF, but they
+ * end the header, which is shorter then than it should be.
  */
 #include "server/http_guard.h"
 
@@ -101,16 +102,16 @@ static struct dkv_http_verdict guard_lines(struct dkv_http_head *head,
                                            const struct dkv_http_rules *rules)
 {
     (void)rules;
-    if (!head->lines_checked)
+    if (head->end == NULL)
         return go_on;
-    bool good = ended_in_crlf(head->version + strlen(head->version));
-    for (unsigned i = 0; i < head->n_fields && good; i++)
-        good = ended_in_crlf(head->fields[i].value + head->fields[i].value_bytes);
-    /* The last value and the empty line behind it: CR LF CR LF. */
-    if (good && head->n_fields > 0) {
-        const struct dkv_http_field *last = &head->fields[head->n_fields - 1];
-        good = ended_in_crlf(last->value + last->value_bytes + 2);
+    const char *last = head->version + strlen(head->version);
+    bool good = ended_in_crlf(last);
+    for (unsigned i = 0; i < head->n_fields && good; i++) {
+        last = head->fields[i].value + head->fields[i].value_bytes;
+        good = ended_in_crlf(last);
     }
+    /* The last value and the empty line behind it: CR LF CR LF. */
+    good = good && last + 4 == head->end && ended_in_crlf(last + 2);
     return good ? go_on : bad("header lines must end in CR LF and hold no NUL");
 }
 

@@ -32,8 +32,8 @@ struct dkv_http_head {
     const char *target;  /* path or "*", as it stood in the request line, without the query */
     const char *version; /* "HTTP/1.1" */
     struct dkv_http_field fields[DKV_HTTP_FIELDS_MAX];
-    unsigned n_fields;  /* as counted: may be above DKV_HTTP_FIELDS_MAX, the rest is not stored */
-    bool lines_checked; /* the bytes after each value can be looked at: see guard_lines() */
+    unsigned n_fields; /* as counted: may be above DKV_HTTP_FIELDS_MAX, the rest is not stored */
+    const char *end;   /* behind the empty line; NULL: line ends are not to be looked at here */
 
     /* Out, on acceptance. */
     bool has_length;

@@ -58,6 +58,15 @@ static const char *client_of(struct dkv_exchange *exchange, const struct dkv_htt
     return client;
 }
 
+/* Where the header ends that begins with its method, if its lines have to be looked at. */
+static const char *end_of_header(struct MHD_Connection *mhd, const char *method)
+{
+    const union MHD_ConnectionInfo *info = NULL;
+    if (LIBRARY_TAKES_BARE_LF)
+        info = MHD_get_connection_info(mhd, MHD_CONNECTION_INFO_REQUEST_HEADER_SIZE);
+    return info != NULL ? method + info->header_size : NULL;
+}
+
 /* What the guard, the route table and the tokens say; sets refused_status if it may not go on. */
 static void judge_header(struct dkv_exchange *exchange, const struct dkv_http_rules *rules,
                          const char *method, const char *path, const char *version)
@@ -66,7 +75,7 @@ static void judge_header(struct dkv_exchange *exchange, const struct dkv_http_ru
     struct dkv_http_head head = {.method = method,
                                  .target = path,
                                  .version = version,
-                                 .lines_checked = LIBRARY_TAKES_BARE_LF};
+                                 .end = end_of_header(exchange->mhd, method)};
     MHD_get_connection_values_n(exchange->mhd, MHD_HEADER_KIND, add_field, &head);
     struct dkv_http_verdict verdict = dkv_http_guard(&head, rules);
     if (verdict.http_status != 0) {

@@ -122,18 +122,23 @@ static void line_ends_are_seen_behind_the_values(void **unused)
     static const struct {
         char text[32];
         size_t host; /* where the value of Host starts; it has 1 byte */
+        size_t end;  /* of the header */
         unsigned status;
     } rows[] = {
-        {"HTTP/1.1\0\0Host\0h\0\0\0\0", 15, 0},    /* CR LF CR LF */
-        {"HTTP/1.1\0Host\0h\0\0\0\0x", 14, 400},   /* LF behind the request line */
-        {"HTTP/1.1\0\0Host\0h\0X\0\0\0", 15, 400}, /* LF behind the value, then a line */
-        {"HTTP/1.1\0\0Host\0h\0\0GET", 15, 400},   /* LF LF */
-        {"HTTP/1.1\0\0Host\0h\0\0\0GE", 15, 400},  /* CR LF LF */
+        {"HTTP/1.1\0\0Host\0h\0\0\0\0", 15, 20, 0},    /* CR LF CR LF */
+        {"HTTP/1.1\0Host\0h\0\0\0\0x", 14, 19, 400},   /* LF behind the request line */
+        {"HTTP/1.1\0\0Host\0h\0X\0\0\0", 15, 20, 400}, /* LF behind the value, then a line */
+        {"HTTP/1.1\0\0Host\0h\0\0GET", 15, 18, 400},   /* LF LF */
+        {"HTTP/1.1\0\0Host\0h\0\0\0GE", 15, 19, 400},  /* CR LF LF */
+        {"HTTP/1.1\0\0Host\0h\0\0\0\0", 15, 18, 400},  /* LF LF, and zeros behind it */
+        {"HTTP/1.1\0\0Host\0h\0\0\0\0", 15, 19, 400},  /* CR LF LF, and a zero */
     };
     (void)unused;
     for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
-        struct dkv_http_head head = {
-            .method = "GET", .target = "/v2", .version = rows[i].text, .lines_checked = true};
+        struct dkv_http_head head = {.method = "GET",
+                                     .target = "/v2",
+                                     .version = rows[i].text,
+                                     .end = rows[i].text + rows[i].end};
         head.fields[0] = (struct dkv_http_field){"Host", 4, rows[i].text + rows[i].host, 1};
         head.n_fields = 1;
         assert_int_equal(dkv_http_guard(&head, &open_rules).http_status, rows[i].status);

@@ -177,6 +177,15 @@ class Raw(unittest.TestCase):
                 after = self.daemon.metrics()['dropkv_http_responses_total{class="2xx"}']
                 self.assertLessEqual(after - before, 2, "the body's reply and that of asking, no more")
 
+    def test_a_later_header_that_ends_in_bare_line_feeds_is_refused(self):
+        """Also where nothing or zeros follow, as what the library leaves of a line's end."""
+        length = POST.encode() + b"Content-Length: 4"
+        for later in (CANARY[:-2] + b"\n", CANARY[:-4] + b"\n\n", CANARY[:-4] + b"\n\r\n", length + b"\n\n" + bytes(4),
+                      length + b"\r\n\n" + bytes(4), b"GET /v2 HTTP/1.0\n\n", b"GET /v2 HTTP/1.0\r\n\n"):
+            with self.subTest(later):
+                data = self.send(CANARY + later)
+                self.assertEqual(re.findall(rb"HTTP/1\.[01] (\d\d\d) ", data), [b"200", b"400"], data)
+
     def test_pipelined_requests_are_answered_in_order(self):
         data = self.send(CANARY * 3 + request("GET", "/v2/nothing", ["Connection: close"]))
         self.assertEqual(n_replies(data), 4, data)
