@@ -177,3 +177,18 @@ size_t dkv_test_server_stop(struct dkv_test_server *server)
     free(server);
     return n;
 }
+
+/* ---- a client ---- */
+
+struct dropkv_client *dkv_test_http_client(const char *url, int32_t max_retries)
+{
+    struct dropkv_client_options options = DROPKV_CLIENT_OPTIONS_INIT;
+    struct dropkv_client *client = NULL;
+    struct dropkv_error error;
+    options.max_retries = max_retries;
+    if (dropkv_client_open(url, &options, &client, &error) != DROPKV_OK) {
+        fprintf(stderr, "%s\n", error.text);
+        abort();
+    }
+    return client;
+}

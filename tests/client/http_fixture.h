@@ -3,6 +3,8 @@
 #ifndef DKV_TESTS_CLIENT_HTTP_FIXTURE_H
 #define DKV_TESTS_CLIENT_HTTP_FIXTURE_H
 
+#include "client/dropkv.h"
+
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -41,5 +43,10 @@ struct dkv_test_server *dkv_test_server_start(const struct dkv_test_scene *scene
 
 /* Stops and frees it; returns how many connections it saw. */
 size_t dkv_test_server_stop(struct dkv_test_server *server);
+
+/* ---- a client ---- */
+
+/* Aborts if it cannot be opened. */
+struct dropkv_client *dkv_test_http_client(const char *url, int32_t max_retries);
 
 #endif

@@ -1,11 +1,10 @@
-/* libdropkv over HTTP: against a real daemon, and against servers that misbehave.
+/* libdropkv over HTTP against a real daemon, and what it refuses before anything is sent.
  *
  * usage: test_client_http DROPKVD
  */
 #include "client/dropkv.h"
 #include "tests/client/http_fixture.h"
 
-#include <inttypes.h>
 #include <poll.h>
 #include <setjmp.h>
 #include <signal.h>
@@ -13,7 +12,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <time.h>
 
 #include <cmocka.h>
 
@@ -30,13 +28,6 @@ static float dense_key[KV_HEADS][TOKENS][DIM];
 static float dense_value[KV_HEADS][TOKENS][DIM];
 
 static const struct dropkv_param budget[] = {{"keep_tokens", DROPKV_PARAM_INT, KEEP, 0, NULL}};
-
-static double now_s(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec + (double)now.tv_nsec / 1e9;
-}
 
 static float noise(void)
 {
@@ -79,17 +70,6 @@ static struct dropkv_request make_request(void)
     return r;
 }
 
-static struct dropkv_client *open_client(const char *url, int32_t max_retries)
-{
-    struct dropkv_client_options options = DROPKV_CLIENT_OPTIONS_INIT;
-    struct dropkv_client *client = NULL;
-    struct dropkv_error error;
-    options.max_retries = max_retries;
-    if (dropkv_client_open(url, &options, &client, &error) != DROPKV_OK)
-        fail_msg("%s", error.text);
-    return client;
-}
-
 static struct dropkv_result *score(struct dropkv_client *client, const struct dropkv_request *r)
 {
     struct dropkv_result *result;
@@ -111,7 +91,7 @@ static void assert_same_kept(const struct dropkv_result *a, const struct dropkv_
 static void a_request_is_scored(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_client *client = dkv_test_http_client(daemon_of_all.url, 0);
     struct dropkv_request r = make_request();
     r.want_scores = 1;
     r.user = &r;
@@ -133,7 +113,7 @@ static void a_request_is_scored(void **state)
 static void strides_do_not_change_the_answer(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_client *client = dkv_test_http_client(daemon_of_all.url, 0);
     struct dropkv_request strided = make_request();
     struct dropkv_request dense = make_request();
     dense.key = (struct dropkv_tensor){.data = dense_key, .dtype = DROPKV_FP32};
@@ -152,7 +132,7 @@ static void sixteen_requests_are_in_flight_behind_one_descriptor(void **state)
 {
     (void)state;
     enum { N = 16 };
-    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_client *client = dkv_test_http_client(daemon_of_all.url, 0);
     struct dropkv_request r = make_request();
     struct dropkv_result *alone = score(client, &r);
     uint64_t ids[N];
@@ -189,7 +169,7 @@ static void sixteen_requests_are_in_flight_behind_one_descriptor(void **state)
 static void a_blocking_call_leaves_other_results_alone(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_client *client = dkv_test_http_client(daemon_of_all.url, 0);
     struct dropkv_request r = make_request();
     uint64_t id;
     assert_int_equal(dropkv_submit(client, &r, &id, NULL), DROPKV_OK);
@@ -209,7 +189,7 @@ static void a_blocking_call_leaves_other_results_alone(void **state)
 static void a_cancelled_request_gives_no_result(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_client *client = dkv_test_http_client(daemon_of_all.url, 0);
     struct dropkv_request r = make_request();
     uint64_t ids[3];
     for (int i = 0; i < 3; i++)
@@ -232,7 +212,7 @@ static void a_cancelled_request_gives_no_result(void **state)
 static void closing_abandons_what_is_in_flight(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_client *client = dkv_test_http_client(daemon_of_all.url, 0);
     struct dropkv_request r = make_request();
     for (int i = 0; i < 8; i++)
         assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
@@ -257,7 +237,7 @@ static void too_many_in_flight_is_busy(void **state)
 static void the_server_tells_what_it_is(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_client *client = dkv_test_http_client(daemon_of_all.url, 0);
     struct dropkv_info *info = NULL;
     struct dropkv_error error;
     assert_int_equal(dropkv_health(client, 0, &error), DROPKV_OK);
@@ -272,7 +252,7 @@ static void the_server_tells_what_it_is(void **state)
 static void what_the_daemon_refuses_keeps_its_reason(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_client *client = dkv_test_http_client(daemon_of_all.url, 0);
     struct dropkv_request r = make_request();
     struct dropkv_result *result;
     struct dropkv_error error;
@@ -295,7 +275,7 @@ static void a_killed_daemon_is_an_error_and_a_new_one_is_found(void **state)
     struct dropkv_request r = make_request();
     struct dropkv_result *result;
     dkv_test_daemon_start(&daemon, daemon_program, 0);
-    struct dropkv_client *client = open_client(daemon.url, -1);
+    struct dropkv_client *client = dkv_test_http_client(daemon.url, -1);
     dropkv_result_free(score(client, &r)); /* a kept-alive connection */
 
     kill(daemon.pid, SIGSTOP); /* so that the requests are surely unanswered when it dies */
@@ -328,7 +308,7 @@ static void a_restart_is_survived_by_retrying(void **state)
     struct dkv_test_daemon daemon;
     struct dropkv_request r = make_request();
     dkv_test_daemon_start(&daemon, daemon_program, 0);
-    struct dropkv_client *client = open_client(daemon.url, 100);
+    struct dropkv_client *client = dkv_test_http_client(daemon.url, 100);
     dropkv_result_free(score(client, &r));
     kill(daemon.pid, SIGSTOP);
     assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
@@ -356,7 +336,7 @@ static void a_restart_is_survived_by_retrying(void **state)
 static void wrong_requests_are_refused_on_this_side(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client("http://127.0.0.1:1", 0);
+    struct dropkv_client *client = dkv_test_http_client("http://127.0.0.1:1", 0);
     struct dropkv_error error;
     struct dropkv_request r;
 #define REFUSED(change, status, part)                                      \
@@ -401,7 +381,7 @@ static void a_request_of_a_newer_caller_is_refused_only_if_it_uses_more(void **s
         struct dropkv_request known;
         int64_t newer;
     } r = {make_request(), 0};
-    struct dropkv_client *client = open_client(daemon_of_all.url, 0);
+    struct dropkv_client *client = dkv_test_http_client(daemon_of_all.url, 0);
     struct dropkv_error error;
     r.known.struct_size = sizeof(r);
     assert_int_equal(dropkv_submit(client, &r.known, NULL, &error), DROPKV_OK);
@@ -442,249 +422,6 @@ static void endpoints_are_checked_when_opened(void **state)
     assert_non_null(strstr(error.text, "token"));
 }
 
-/* ---- with servers that misbehave ---- */
-
-#define REPLY(text) text, sizeof(text) - 1
-
-/* One KV head of four tokens keeps two: small enough to write by hand. */
-static struct dropkv_request tiny_request(void)
-{
-    struct dropkv_request r = make_request();
-    static const struct dropkv_param two[] = {{"keep_tokens", DROPKV_PARAM_INT, 2, 0, NULL},
-                                              {"recent", DROPKV_PARAM_INT, 1, 0, NULL},
-                                              {"window", DROPKV_PARAM_INT, 1, 0, NULL}};
-    r.q_heads = r.kv_heads = 1;
-    r.n_tokens = 4;
-    r.params = two;
-    r.n_params = 3;
-    return r;
-}
-
-#define GOOD_HEAD                                                                                 \
-    "{\"model_name\":\"dropkv\",\"model_version\":\"1\",\"outputs\":[{\"name\":\"keep_indices\"," \
-    "\"datatype\":\"INT32\",\"shape\":[1,1,2],\"parameters\":{\"binary_data_size\":8}}]}"
-
-/* A 200 whose head is GOOD_HEAD and whose binary part is `indices`. */
-static size_t make_answer(char out[1024], const int32_t indices[2], size_t missing)
-{
-    const size_t head = sizeof(GOOD_HEAD) - 1;
-    const int n = snprintf(out, 1024,
-                           "HTTP/1.1 200 OK\r\nContent-Length: %zu\r\n"
-                           "Inference-Header-Content-Length: %zu\r\n\r\n%s",
-                           head + 8, head, GOOD_HEAD);
-    memcpy(out + n, indices, 8);
-    return (size_t)n + 8 - missing;
-}
-
-/* Scores the tiny request against scenes and expects this status. */
-static void expect(const struct dkv_test_scene *scenes, size_t n, int32_t max_retries,
-                   enum dropkv_status status, const char *part, size_t n_connections)
-{
-    char url[64];
-    struct dropkv_error error = {0};
-    struct dropkv_result *result = NULL;
-    struct dropkv_request r = tiny_request();
-    struct dkv_test_server *server = dkv_test_server_start(scenes, n, url);
-    struct dropkv_client *client = open_client(url, max_retries);
-    r.timeout_us = 20000000;
-    const enum dropkv_status got = dropkv_score(client, &r, &result, &error);
-    if (got != status || (status != DROPKV_OK && strstr(error.text, part) == NULL))
-        fail_msg("%d '%s', wanted %d '%s'", got, error.text, status, part);
-    dropkv_result_free(result);
-    dropkv_client_close(client);
-    assert_int_equal(dkv_test_server_stop(server), n_connections);
-}
-
-#define BUSY_AGAIN_SOON                                            \
-    REPLY("HTTP/1.1 503 Service Unavailable\r\nRetry-After: 0\r\n" \
-          "Content-Length: 23\r\nConnection: close\r\n\r\n{\"error\":\"queue full\"}\n")
-#define BUSY_AGAIN_TOMORROW                                            \
-    REPLY("HTTP/1.1 503 Service Unavailable\r\nRetry-After: 80000\r\n" \
-          "Content-Length: 23\r\nConnection: close\r\n\r\n{\"error\":\"queue full\"}\n")
-
-static void a_good_answer_is_taken(void **state)
-{
-    (void)state;
-    char answer[1024];
-    const struct dkv_test_scene scene = {answer, make_answer(answer, (const int32_t[]){1, 3}, 0), 0,
-                                         0};
-    expect(&scene, 1, -1, DROPKV_OK, "", 1);
-}
-
-static void busy_is_tried_again_after_the_time_it_names(void **state)
-{
-    (void)state;
-    char answer[1024];
-    const size_t n = make_answer(answer, (const int32_t[]){1, 3}, 0);
-    const struct dkv_test_scene scenes[] = {{BUSY_AGAIN_SOON, 0, 0}, {answer, n, 0, 0}};
-    expect(scenes, 2, 0, DROPKV_OK, "", 2);
-    expect(scenes, 2, -1, DROPKV_E_BUSY, "queue full", 1);
-    const struct dkv_test_scene stubborn[] = {
-        {BUSY_AGAIN_SOON, 0, 0}, {BUSY_AGAIN_SOON, 0, 0}, {BUSY_AGAIN_SOON, 0, 0}};
-    expect(stubborn, 3, 2, DROPKV_E_BUSY, "queue full", 3);
-}
-
-#define PROXY_LOST_ITS_NODE                 \
-    REPLY("HTTP/1.0 502 Bad Gateway\r\n"    \
-          "Content-Type: text/html\r\n\r\n" \
-          "<html><body>502 Bad Gateway</body></html>\n")
-
-static void a_proxy_that_lost_its_node_is_tried_again(void **state)
-{
-    (void)state;
-    char answer[1024];
-    const size_t n = make_answer(answer, (const int32_t[]){1, 3}, 0);
-    const struct dkv_test_scene scenes[] = {{PROXY_LOST_ITS_NODE, 0, 0}, {answer, n, 0, 0}};
-    expect(scenes, 2, 0, DROPKV_OK, "", 2);
-    expect(scenes, 2, -1, DROPKV_E_BUSY, "HTTP 502", 1);
-}
-
-static void a_retry_beyond_the_deadline_is_not_waited_for(void **state)
-{
-    (void)state;
-    const struct dkv_test_scene scene = {BUSY_AGAIN_TOMORROW, 0, 0};
-    const double start_s = now_s();
-    expect(&scene, 1, 10, DROPKV_E_BUSY, "queue full", 1);
-    assert_true(now_s() - start_s < 10);
-}
-
-static void a_silent_server_costs_the_deadline_and_no_more(void **state)
-{
-    (void)state;
-    char url[64];
-    struct dropkv_error error;
-    struct dropkv_result *result;
-    struct dropkv_request r = tiny_request();
-    const struct dkv_test_scene scenes[] = {{NULL, 0, 0, true}, {NULL, 0, 0, true}};
-    struct dkv_test_server *server = dkv_test_server_start(scenes, 2, url);
-    struct dropkv_client *client = open_client(url, 5);
-    r.timeout_us = 200000;
-    const double start_s = now_s();
-    assert_int_equal(dropkv_score(client, &r, &result, &error), DROPKV_E_TIMEOUT);
-    const double spent_s = now_s() - start_s;
-    assert_true(spent_s >= 0.2 && spent_s < 5);
-    assert_int_equal(dropkv_health(client, 100000, &error), DROPKV_E_TIMEOUT);
-    dropkv_client_close(client);
-    dkv_test_server_stop(server);
-}
-
-static void waiting_for_a_connection_counts_toward_the_deadline(void **state)
-{
-    (void)state;
-    char url[64];
-    struct dropkv_client *client;
-    struct dropkv_request r = tiny_request();
-    struct dropkv_client_options options = DROPKV_CLIENT_OPTIONS_INIT;
-    const struct dkv_test_scene scene = {NULL, 0, 0, true};
-    struct dkv_test_server *server = dkv_test_server_start(&scene, 1, url);
-    options.max_connections = 1;
-    uint64_t patient;
-    uint64_t hasty;
-    assert_int_equal(dropkv_client_open(url, &options, &client, NULL), DROPKV_OK);
-    r.timeout_us = 60000000;
-    assert_int_equal(dropkv_submit(client, &r, &patient, NULL), DROPKV_OK);
-    r.timeout_us = 100000;
-    assert_int_equal(dropkv_submit(client, &r, &hasty, NULL), DROPKV_OK);
-    const double start_s = now_s();
-    assert_int_equal(dropkv_dispatch(client, -1, NULL), DROPKV_OK);
-    assert_true(now_s() - start_s < 10);
-    struct dropkv_result *result = dropkv_next_result(client);
-    assert_non_null(result);
-    assert_int_equal(result->id, hasty);
-    assert_int_equal(result->status, DROPKV_E_TIMEOUT);
-    dropkv_result_free(result);
-    assert_int_equal(dropkv_cancel(client, patient), DROPKV_OK);
-    dropkv_client_close(client);
-    dkv_test_server_stop(server);
-}
-
-static void broken_answers_are_malformed(void **state)
-{
-    (void)state;
-    static const struct {
-        const char *reply;
-        size_t n_bytes;
-        const char *part;
-    } rows[] = {
-        {REPLY("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"), ""},
-        {REPLY("HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n"), ""},
-        {REPLY("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n"
-               "Inference-Header-Content-Length: 9\r\n\r\n{}"),
-         "head has 9 bytes"},
-        {REPLY("HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n"), "longer than any"},
-    };
-    for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++) {
-        const struct dkv_test_scene scene = {rows[i].reply, rows[i].n_bytes, 0, 0};
-        expect(&scene, 1, 0, DROPKV_E_MALFORMED, rows[i].part, 1);
-    }
-}
-
-static void indices_outside_the_cache_are_not_handed_on(void **state)
-{
-    (void)state;
-    static const int32_t wrong[][2] = {{1, 4}, {-1, 2}, {2, 2}, {3, 1}, {0, INT32_MAX}};
-    for (size_t i = 0; i < sizeof(wrong) / sizeof(wrong[0]); i++) {
-        char answer[1024];
-        const struct dkv_test_scene scene = {answer, make_answer(answer, wrong[i], 0), 0, 0};
-        expect(&scene, 1, 0, DROPKV_E_MALFORMED, "not ascending within 0..3", 1);
-    }
-}
-
-static void a_cut_answer_is_asked_for_again(void **state)
-{
-    (void)state;
-    char cut[1024];
-    char whole[1024];
-    const int32_t indices[2] = {0, 3};
-    const struct dkv_test_scene scenes[] = {{cut, make_answer(cut, indices, 3), 0, 0},
-                                            {whole, make_answer(whole, indices, 0), 0, 0}};
-    expect(scenes, 2, 0, DROPKV_OK, "", 2);
-    expect(scenes, 1, -1, DROPKV_E_UNAVAILABLE, "broke", 1);
-}
-
-static void a_refusal_while_the_body_is_being_sent_is_heard(void **state)
-{
-    (void)state;
-    enum { N = 65536 };
-    char url[64];
-    struct dropkv_error error;
-    struct dropkv_result *result;
-    const struct dkv_test_scene scene = {
-        REPLY("HTTP/1.1 413 Payload Too Large\r\nContent-Length: 21\r\nConnection: close\r\n\r\n"
-              "{\"error\":\"too large\"}"),
-        true, 0};
-    float *big = calloc((size_t)N * DIM, sizeof(float));
-    struct dropkv_request r = make_request();
-    r.q_heads = r.kv_heads = 1;
-    r.n_tokens = N;
-    r.key = r.value = (struct dropkv_tensor){.data = big, .dtype = DROPKV_FP32};
-    struct dkv_test_server *server = dkv_test_server_start(&scene, 1, url);
-    struct dropkv_client *client = open_client(url, 0);
-    assert_int_equal(dropkv_score(client, &r, &result, &error), DROPKV_E_TOO_LARGE);
-    assert_non_null(strstr(error.text, "too large"));
-    dropkv_client_close(client);
-    dkv_test_server_stop(server);
-    free(big);
-}
-
-static void nobody_listening_is_unavailable_after_the_retries(void **state)
-{
-    (void)state;
-    struct dropkv_error error;
-    struct dropkv_result *result;
-    struct dropkv_request r = tiny_request();
-    struct dropkv_client *client = open_client("http://127.0.0.1:1", 2);
-    assert_int_equal(dropkv_score(client, &r, &result, &error), DROPKV_E_UNAVAILABLE);
-    assert_non_null(strstr(error.text, "nobody listens"));
-    assert_int_equal(dropkv_submit(client, &r, NULL, &error), DROPKV_OK);
-    while (dropkv_in_flight(client) > 0)
-        assert_int_equal(dropkv_dispatch(client, -1, NULL), DROPKV_OK);
-    result = dropkv_next_result(client);
-    assert_int_equal(result->n_attempts, 3);
-    dropkv_result_free(result);
-    dropkv_client_close(client);
-}
-
 static int start_daemon(void **state)
 {
     (void)state;
@@ -717,17 +454,6 @@ int main(int argc, char **argv)
         cmocka_unit_test(wrong_requests_are_refused_on_this_side),
         cmocka_unit_test(a_request_of_a_newer_caller_is_refused_only_if_it_uses_more),
         cmocka_unit_test(endpoints_are_checked_when_opened),
-        cmocka_unit_test(a_good_answer_is_taken),
-        cmocka_unit_test(busy_is_tried_again_after_the_time_it_names),
-        cmocka_unit_test(a_proxy_that_lost_its_node_is_tried_again),
-        cmocka_unit_test(a_retry_beyond_the_deadline_is_not_waited_for),
-        cmocka_unit_test(a_silent_server_costs_the_deadline_and_no_more),
-        cmocka_unit_test(waiting_for_a_connection_counts_toward_the_deadline),
-        cmocka_unit_test(broken_answers_are_malformed),
-        cmocka_unit_test(indices_outside_the_cache_are_not_handed_on),
-        cmocka_unit_test(a_cut_answer_is_asked_for_again),
-        cmocka_unit_test(a_refusal_while_the_body_is_being_sent_is_heard),
-        cmocka_unit_test(nobody_listening_is_unavailable_after_the_retries),
     };
     if (argc < 2) {
         fprintf(stderr, "usage: test_client_http DROPKVD\n");
