@@ -33,7 +33,7 @@ run() {
 
 run "$dir/bin/test_gpu_engine"
 # The tests that take the name of an engine, on this one.
-for test in budgets golden layouts metamorphic nasty same_bits; do
+for test in budgets extremes golden layouts metamorphic nasty same_bits; do
     run "$dir/bin/test_$test" cuda:0
 done
 run "$dir/bin/check_random" cuda:0 300 1
