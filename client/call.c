@@ -250,6 +250,11 @@ static bool reserve_table(struct dkv_call *call, size_t bytes)
     return call->table != NULL;
 }
 
+bool dkv_call_reserve(struct dkv_call *call, uint32_t n_blocks, uint32_t n_floats)
+{
+    return reserve_blocks(call, n_blocks) && reserve_floats(call, n_floats);
+}
+
 void dkv_call_fini(struct dkv_call *call)
 {
     free(call->blocks);
@@ -297,7 +302,7 @@ enum dkv_status dkv_call_init(struct dkv_call *call, const struct dropkv_request
         status = check_places(call, err);
     if (status != DKV_OK)
         return status;
-    if (!reserve_blocks(call, r.batch) || !reserve_floats(call, 2 * (r.kv_heads + r.q_heads)))
+    if (!dkv_call_reserve(call, r.batch, 2 * (r.kv_heads + r.q_heads)))
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for %u blocks", r.batch);
     call->is_prompt = false;
     call->request.blocks = call->blocks;

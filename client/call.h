@@ -54,6 +54,10 @@ enum dkv_status dkv_call_init_prompt(struct dkv_call *call, const struct dropkv_
                                      struct dkv_error *err);
 void dkv_call_fini(struct dkv_call *call);
 
+/* Makes room for the blocks and plans of a prompt, and for floats that they point to. What was
+ * there is lost. False: no memory. */
+bool dkv_call_reserve(struct dkv_call *call, uint32_t n_blocks, uint32_t n_floats);
+
 /* Frees what is too large to be kept for the next init(). */
 void dkv_call_trim(struct dkv_call *call);
 

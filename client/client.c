@@ -146,7 +146,7 @@ static enum dropkv_status add_buffer(struct dropkv_client *client,
     if (client->ops->add_buffer == NULL && buffer->on_gpu)
         return (enum dropkv_status)dkv_error_set(
             (struct dkv_error *)error, DKV_E_UNSUPPORTED,
-            "buffer: only a daemon at unix:/// can read GPU memory of this process");
+            "buffer: only a daemon at unix:/// or an embedded engine can read GPU memory");
     if (client->ops->add_buffer == NULL)
         return DROPKV_OK;
     return (enum dropkv_status)client->ops->add_buffer(client->transport, buffer, writable,
@@ -179,8 +179,8 @@ static enum dkv_status needs_objects(const struct dropkv_client *client, struct 
     return client->ops->objects != NULL
                ? DKV_OK
                : dkv_error_set(err, DKV_E_UNSUPPORTED,
-                               "only a daemon at unix:///PATH knows caches, stashes and detached "
-                               "buffers");
+                               "only a daemon at unix:///PATH and an embedded engine know "
+                               "caches, stashes and detached buffers");
 }
 
 enum dropkv_status dropkv_client_detach_buffer(struct dropkv_client *client,

@@ -201,7 +201,10 @@ DROPKV_API void dropkv_client_close(struct dropkv_client *client);
  * Borrowed until the result was taken, as ever. dropkv_cancel() and dropkv_client_close() wait
  * until the tensors are not read any more. A request whose deadline passes while the GPU has it
  *          ends with TIMEOUT at once: work of it may still be in the stream, so its memory is
- *          written again in the stream's order.
+ *          written again in the stream's order. dropkv_client_detach_buffer() waits for what is
+ *          under way. A prompt takes what it needs of its cache and stash at submission; query
+ *          rows around the end of a ring in host memory are copied then.
+ * Fences   are UNSUPPORTED: the stream's order takes their place.
  * Stream   not captured to a graph while requests are submitted (INVALID); it outlives the client.
  * Errors   DEVICE: the context was lost, perhaps to other work in it; everything fails from then
  * on.
@@ -300,8 +303,9 @@ DROPKV_API void dropkv_client_remove_buffer(struct dropkv_client *client,
 /* For an owner that is about to free, remap or hand on the memory while its registrations stay:
  * returns when the last work that reads the buffer has ended and the daemon has let go of it. Until
  * attach, prompts that need the buffer fail with NOT_FOUND, and tensors that lie in it are sent.
- * Blocks until timeout_us at most (0: the client's). UNSUPPORTED where there is no daemon on this
- * host; NOT_FOUND for a buffer that was not added; TIMEOUT: the daemon may still have it. */
+ * Blocks until timeout_us at most (0: the client's). An embedded engine waits for what is under
+ * way, and keeps no account of buffers. UNSUPPORTED over HTTP; NOT_FOUND for a buffer that was not
+ * added; TIMEOUT: the daemon may still have it. */
 DROPKV_API enum dropkv_status dropkv_client_detach_buffer(struct dropkv_client *client,
                                                           const struct dropkv_buffer *buffer,
                                                           int64_t timeout_us,
@@ -390,9 +394,9 @@ struct dropkv_request {
                            given, else the client's */
     void *user;         /* comes back in the result; never looked at */
 
-    /* Over unix:/// only, and as in dropkv_prompt below: nothing is read before the number at
-     * fence_offset is fence_value or more, and the answer goes to output. With a fence all three
-     * tensors lie in buffers, since what is sent is read at once. NULL: neither. */
+    /* Over unix:/// (output also embedded), and as in dropkv_prompt below: nothing is read before
+     * the number at fence_offset is fence_value or more, and the answer goes to output. With a
+     * fence all three tensors lie in buffers, since what is sent is read at once. NULL: neither. */
     const struct dropkv_buffer *fence;
     size_t fence_offset;
     uint64_t fence_value;
@@ -426,7 +430,7 @@ static inline struct dropkv_request dropkv_request_make(void)
 /* ---- caches that are registered once ----
  *
  * An engine's cache does not move: tell its layout once, and a message of about 150 bytes asks for
- * all layers of a prompt. Over unix:/// only; elsewhere these calls are UNSUPPORTED.
+ * all layers of a prompt. Over unix:/// and embedded; elsewhere these calls are UNSUPPORTED.
  *
  *     dropkv_client_add_buffer(client, kv, &error);               the cache's memory
  *     dropkv_client_add_buffer(client, rows, &error);             the query rows'

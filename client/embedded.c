@@ -91,6 +91,7 @@ static void embedded_close(struct dkv_transport *t)
     if (t == NULL)
         return;
     dkv_embedded_queue_fini(t);
+    dkv_embedded_caches_fini(t);
     if (t->engine != NULL)
         t->ops->close(t->engine);
     dkv_alarm_close(&t->alarm);
@@ -174,4 +175,5 @@ const struct dkv_transport_ops dkv_transport_embedded = {
     .health = embedded_health,
     .info = embedded_info,
     .add_buffer = embedded_add_buffer,
+    .objects = &dkv_embedded_objects,
 };

@@ -9,6 +9,7 @@
  * Results are written when a batch is waited for, on the client's thread, so what was cancelled or
  * timed out is never written to.
  */
+#include "client/buffer.h"
 #include "client/embedded_priv.h"
 
 #include <stdio.h>
@@ -53,24 +54,39 @@ bool dkv_embedded_ready(struct dkv_transport *t)
 
 /* ---- carriers ---- */
 
+#define ROWS_KEPT_BYTES_MAX (UINT64_C(1) << 20)
+
 static struct dkv_embedded_carrier *get_carrier(struct dkv_transport *t)
 {
     struct dkv_embedded_carrier *c = t->idle;
     if (c == NULL)
-        return malloc(sizeof(*c));
+        return calloc(1, sizeof(*c));
     t->idle = c->next;
+    *c = (struct dkv_embedded_carrier){
+        .rings = c->rings, .rings_room = c->rings_room, .rows = c->rows, .rows_room = c->rows_room};
     return c;
 }
 
+/* One that is not in the queue. */
 static void put_carrier(struct dkv_transport *t, struct dkv_embedded_carrier *c)
+{
+    dkv_call_fini(&c->call);
+    if (c->rows_room > ROWS_KEPT_BYTES_MAX) {
+        free(c->rows);
+        c->rows = NULL;
+        c->rows_room = 0;
+    }
+    c->next = t->idle;
+    t->idle = c;
+}
+
+static void remove_carrier(struct dkv_transport *t, struct dkv_embedded_carrier *c)
 {
     struct dkv_embedded_carrier **at = &t->first;
     while (*at != c)
         at = &(*at)->next;
     *at = c->next;
-    dkv_call_fini(&c->call);
-    c->next = t->idle;
-    t->idle = c;
+    put_carrier(t, c);
 }
 
 /* The first cause is the one to tell. */
@@ -88,7 +104,6 @@ static struct dkv_item make_item(const struct dkv_embedded_carrier *c, uint32_t 
 {
     const struct dkv_call *call = &c->job->call;
     const struct dkv_block *block = &call->blocks[i];
-    struct dropkv_result *result = c->job->result;
     uint64_t keep_at = 0;
     for (uint32_t before = 0; before < i; before++)
         keep_at += call->plans[before].keep_capacity;
@@ -96,13 +111,9 @@ static struct dkv_item make_item(const struct dkv_embedded_carrier *c, uint32_t 
         .block = block,
         .params = &c->params,
         .plan = &call->plans[i],
-        .keep_out = dkv_result_keep(result) + keep_at,
-        .counts_out = result->keep_offsets == NULL
-                          ? NULL
-                          : (uint32_t *)dkv_result_offsets(result) + 1 + i * block->kv_heads,
-        .scores_out = result->scores == NULL
-                          ? NULL
-                          : dkv_result_scores(result) + i * block->kv_heads * block->n_tokens,
+        .keep_out = c->keep + keep_at,
+        .counts_out = c->offsets == NULL ? NULL : (uint32_t *)c->offsets + 1 + i * block->kv_heads,
+        .scores_out = c->scores == NULL ? NULL : c->scores + i * block->kv_heads * block->n_tokens,
     };
 }
 
@@ -125,6 +136,29 @@ static bool fits_together(struct dkv_embedded_carrier *c, unsigned n)
     return n == 0;
 }
 
+/* Has the device put query rows in order, for the batch that is filled. False: not in this one. */
+static bool unroll(struct dkv_transport *t, struct dkv_embedded_carrier *c, unsigned n)
+{
+    struct dkv_call *call = &c->job->call;
+    struct dkv_error error;
+    if (!call->is_prompt || c->rings[c->n_started].n_rows == 0)
+        return true;
+    if (t->ops->unroll == NULL) {
+        (void)dkv_error_set(&error, DKV_E_UNSUPPORTED,
+                            "stash: the %s engine cannot read GPU memory", t->ops->name);
+        fail(c, error.status, error.text);
+        return true;
+    }
+    const struct dkv_ring ring = {c->rings[c->n_started].first, c->rings[c->n_started].n_rows};
+    const enum dkv_status status = t->ops->unroll(t->engine, &ring, &call->blocks[c->n_started],
+                                                  &error);
+    if (status == DKV_E_BUSY && n > 0)
+        return false;
+    if (status != DKV_OK)
+        fail(c, status, error.text);
+    return true;
+}
+
 /* Takes blocks from the front of the queue. */
 static void fill_batch(struct dkv_transport *t, struct dkv_embedded_batch *batch)
 {
@@ -137,8 +171,11 @@ static void fill_batch(struct dkv_transport *t, struct dkv_embedded_batch *batch
             bytes += answer_bytes(c, c->n_started);
             if (batch->n == DKV_EMBEDDED_BATCH_MAX ||
                 (batch->n > 0 && bytes > DKV_BATCH_ANSWER_BYTES &&
-                 c->params.layers != DKV_LAYERS_CAKE))
+                 c->params.layers != DKV_LAYERS_CAKE) ||
+                !unroll(t, c, batch->n))
                 return;
+            if (c->status != DKV_OK)
+                break;
             batch->items[batch->n] = make_item(c, c->n_started++);
             batch->owners[batch->n++] = c;
             c->n_in_batch++;
@@ -199,10 +236,11 @@ static void finish_oldest(struct dkv_transport *t)
 /* ---- the end of a job ---- */
 
 /* The heads' counts become offsets, and the gaps between blocks close. */
-static void close_ranks(struct dkv_job *job)
+static void close_ranks(const struct dkv_embedded_carrier *c)
 {
+    struct dkv_job *job = c->job;
     const struct dkv_call *call = &job->call;
-    int32_t *offsets = dkv_result_offsets(job->result), *keep = dkv_result_keep(job->result);
+    int32_t *offsets = c->offsets, *keep = c->keep;
     const int32_t *from = keep;
     uint64_t head = 0;
     offsets[0] = 0;
@@ -220,8 +258,8 @@ static void hand_back(struct dkv_transport *t, struct dkv_embedded_carrier *c)
 {
     struct dkv_engine_info info;
     struct dkv_job *job = c->job;
-    if (c->status == DKV_OK && job->result->keep_offsets != NULL)
-        close_ranks(job);
+    if (c->status == DKV_OK && c->offsets != NULL)
+        close_ranks(c);
     t->ops->info(t->engine, &info);
     dkv_result_set_backend(job->result, info.backend);
     job->result->n_attempts = 1;
@@ -267,7 +305,7 @@ static void hand_back_finished(struct dkv_transport *t)
             continue;
         if (c->job != NULL)
             hand_back(t, c);
-        put_carrier(t, c);
+        remove_carrier(t, c);
     }
 }
 
@@ -284,18 +322,56 @@ static void set_alarm(struct dkv_transport *t)
 
 /* ---- the transport's functions ---- */
 
-static enum dkv_status reserve_result(struct dkv_job *job, struct dkv_error *err)
+/* In the caller's memory: indices, scores, then the offsets of heads that differ. */
+static enum dkv_status place_result(struct dkv_embedded_carrier *c, uint64_t n_keep,
+                                    struct dkv_error *err)
 {
+    const struct dkv_call *call = &c->job->call;
+    const struct dkv_call_output *output = &call->output;
+    const struct dkv_block *block = &call->blocks[0];
+    const uint64_t n_heads = (uint64_t)call->request.n_blocks * block->kv_heads;
+    const uint64_t n_scores = call->request.want_scores ? n_heads * block->n_tokens : 0;
+    const bool ragged = call->plans[0].ragged;
+    const uint64_t bytes = (n_keep + n_scores + (ragged ? n_heads + 1 : 0)) * sizeof(int32_t);
+    if (output->buffer->on_gpu)
+        return dkv_error_set(err, DKV_E_INVALID, "output: the buffer is GPU memory, not a memfd");
+    if (!dkv_range_fits(output->offset, output->bytes, output->buffer->bytes))
+        return dkv_error_set(err, DKV_E_INVALID,
+                             "output: %zu bytes at %zu are not within the buffer's %zu",
+                             output->bytes, output->offset, output->buffer->bytes);
+    if (bytes > output->bytes)
+        return dkv_error_set(err, DKV_E_INVALID, "output: %zu bytes of room, the answer needs %llu",
+                             output->bytes, (unsigned long long)bytes);
+    c->keep = (int32_t *)(void *)((uint8_t *)output->buffer->base + output->offset);
+    c->scores = n_scores > 0 ? (float *)(void *)(c->keep + n_keep) : NULL;
+    c->offsets = ragged ? c->keep + n_keep + n_scores : NULL;
+    dkv_result_borrow(c->job->result, call->request.n_blocks, block->kv_heads, block->n_tokens,
+                      call->plans[0].keep_tokens, c->keep, c->scores);
+    c->job->result->keep_offsets = c->offsets;
+    return DKV_OK;
+}
+
+static enum dkv_status reserve_result(struct dkv_embedded_carrier *c, struct dkv_error *err)
+{
+    struct dkv_job *job = c->job;
     const struct dkv_call *call = &job->call;
     const struct dkv_block *block = &call->blocks[0];
     uint64_t n_keep = 0;
     for (uint32_t i = 0; i < call->request.n_blocks; i++)
         n_keep += call->plans[i].keep_capacity;
-    if (call->plans[0].ragged)
-        return dkv_result_reserve_ragged(job->result, call->request.n_blocks, block->kv_heads,
-                                         block->n_tokens, n_keep, call->request.want_scores, err);
-    return dkv_result_reserve(job->result, call->request.n_blocks, block->kv_heads, block->n_tokens,
-                              call->plans[0].keep_tokens, call->request.want_scores, err);
+    if (call->output.buffer != NULL)
+        return place_result(c, n_keep, err);
+    const enum dkv_status status =
+        call->plans[0].ragged
+            ? dkv_result_reserve_ragged(job->result, call->request.n_blocks, block->kv_heads,
+                                        block->n_tokens, n_keep, call->request.want_scores, err)
+            : dkv_result_reserve(job->result, call->request.n_blocks, block->kv_heads,
+                                 block->n_tokens, call->plans[0].keep_tokens,
+                                 call->request.want_scores, err);
+    c->keep = dkv_result_keep(job->result);
+    c->scores = dkv_result_scores(job->result);
+    c->offsets = job->result->keep_offsets != NULL ? dkv_result_offsets(job->result) : NULL;
+    return status;
 }
 
 /* Asks the engine where a tensor is, once for all sequences. */
@@ -322,22 +398,35 @@ static enum dkv_status find_places(struct dkv_transport *t, struct dkv_call *cal
     return DKV_OK;
 }
 
+static enum dkv_status prepare(struct dkv_transport *t, struct dkv_embedded_carrier *c,
+                               struct dkv_error *err)
+{
+    struct dkv_call *call = &c->job->call;
+    if (call->fence.buffer != NULL)
+        return dkv_error_set(err, DKV_E_UNSUPPORTED,
+                             "fence: an embedded engine reads what is there when it is its turn in "
+                             "the stream");
+    enum dkv_status status = call->is_prompt ? dkv_embedded_build_prompt(t, c, err)
+                                             : find_places(t, call, err);
+    if (status == DKV_OK)
+        status = reserve_result(c, err);
+    c->params = call->request.params;
+    c->n_blocks = call->request.n_blocks;
+    return status;
+}
+
 enum dkv_status dkv_embedded_submit(struct dkv_transport *t, struct dkv_job *job,
                                     struct dkv_error *err)
 {
-    enum dkv_status status = find_places(t, &job->call, err);
-    if (status == DKV_OK)
-        status = reserve_result(job, err);
-    if (status != DKV_OK)
-        return status;
     struct dkv_embedded_carrier *c = get_carrier(t), **last = &t->first;
     if (c == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a request");
-    *c = (struct dkv_embedded_carrier){
-        .job = job,
-        .params = job->call.request.params,
-        .n_blocks = job->call.request.n_blocks,
-    };
+    c->job = job;
+    const enum dkv_status status = prepare(t, c, err);
+    if (status != DKV_OK) {
+        put_carrier(t, c);
+        return status;
+    }
     while (*last != NULL)
         last = &(*last)->next;
     *last = c;
@@ -356,10 +445,17 @@ void dkv_embedded_cancel(struct dkv_transport *t, struct dkv_job *job)
     struct dkv_embedded_carrier *c = job->carrier;
     while (c->n_in_batch > 0)
         finish_oldest(t);
-    put_carrier(t, c);
+    remove_carrier(t, c);
     job->carrier = NULL;
     if (dkv_embedded_is_async(t))
         start_batches(t);
+    show_state(t);
+}
+
+void dkv_embedded_let_go(struct dkv_transport *t)
+{
+    while (t->n_in_flight > 0)
+        finish_oldest(t);
     show_state(t);
 }
 
@@ -389,10 +485,12 @@ void dkv_embedded_queue_fini(struct dkv_transport *t)
     while (t->n_in_flight > 0)
         finish_oldest(t);
     while (t->first != NULL)
-        put_carrier(t, t->first);
+        remove_carrier(t, t->first);
     while (t->idle != NULL) {
         struct dkv_embedded_carrier *c = t->idle;
         t->idle = c->next;
+        free(c->rings);
+        free(c->rows);
         free(c);
     }
 }

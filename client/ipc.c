@@ -13,6 +13,7 @@
  * descriptor that the caller watches.
  */
 #include "client/ipc_priv.h"
+#include "client/layout.h"
 
 #include <errno.h>
 #include <poll.h>
@@ -194,25 +195,12 @@ enum dkv_status dkv_ipc_wait(struct dkv_transport *t,
 
 /* ---- the client's calls ---- */
 
-/* All layers that the cache has, if the prompt says no number. */
-static enum dkv_status count_layers(struct dropkv_prompt *prompt, struct dkv_error *err)
-{
-    const uint32_t n = prompt->cache->wire.n_layers;
-    if (prompt->first_layer >= n || prompt->n_layers > n - prompt->first_layer)
-        return dkv_error_set(err, DKV_E_INVALID,
-                             "first_layer %u, n_layers %u: the cache has %u layers",
-                             prompt->first_layer, prompt->n_layers, n);
-    if (prompt->n_layers == 0)
-        prompt->n_layers = n - prompt->first_layer;
-    return DKV_OK;
-}
-
 static enum dkv_status ipc_submit(struct dkv_transport *t, struct dkv_job *job,
                                   struct dkv_error *err)
 {
     enum dkv_status status = DKV_OK;
     if (job->call.is_prompt)
-        status = count_layers(&job->call.prompt, err);
+        status = dkv_count_layers(&job->call.prompt, job->call.prompt.cache->wire.n_layers, err);
     if (status == DKV_OK)
         status = dkv_ipc_carrier_add(t, job, err);
     if (status != DKV_OK)

@@ -1,28 +1,21 @@
 /* Caches and stashes: what the caller says of them, and how the daemon is told. */
 #include "client/ipc_priv.h"
+#include "client/layout.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 /* ---- caches ---- */
 
-static enum dkv_status take_view(const struct dropkv_view *from, const char *what,
-                                 struct dkv_ipc_view *to, struct dkv_error *err)
+static struct dkv_ipc_view take_view(const struct dropkv_view *from)
 {
-    if (from->buffer == NULL)
-        return dkv_error_set(err, DKV_E_INVALID, "%s: buffer is null", what);
-    if (dkv_dtype_bytes((enum dkv_dtype)from->dtype) == 0)
-        return dkv_error_set(err, DKV_E_UNSUPPORTED,
-                             "%s: dtype %d is not one of BF16, FP16, FP32, F8_E4M3, F8_E5M2", what,
-                             (int)from->dtype);
-    *to = (struct dkv_ipc_view){from->buffer,
-                                {.dtype = (uint8_t)from->dtype,
-                                 .scale = from->scale,
-                                 .offset = from->offset,
-                                 .page_stride = from->page_stride,
-                                 .token_stride = from->token_stride,
-                                 .head_stride = from->head_stride}};
-    return DKV_OK;
+    return (struct dkv_ipc_view){from->buffer,
+                                 {.dtype = (uint8_t)from->dtype,
+                                  .scale = from->scale,
+                                  .offset = from->offset,
+                                  .page_stride = from->page_stride,
+                                  .token_stride = from->token_stride,
+                                  .head_stride = from->head_stride}};
 }
 
 /* The first of a message's floats, and where the next ones go. */
@@ -46,13 +39,11 @@ static enum dkv_status fill_cache(struct dropkv_cache *cache,
                              (unsigned long long)n);
     float *next = copy_floats(cache->floats, layout->head_scales, 2 * n * layout->kv_heads);
     copy_floats(next, layout->sink_logits, n * layout->q_heads);
-    enum dkv_status status = DKV_OK;
-    for (uint64_t i = 0; status == DKV_OK && i < n; i++) {
-        status = take_view(&layout->layers[i].key, "key", &cache->views[2 * i], err);
-        if (status == DKV_OK)
-            status = take_view(&layout->layers[i].value, "value", &cache->views[2 * i + 1], err);
+    for (uint64_t i = 0; i < n; i++) {
+        cache->views[2 * i] = take_view(&layout->layers[i].key);
+        cache->views[2 * i + 1] = take_view(&layout->layers[i].value);
     }
-    return status;
+    return DKV_OK;
 }
 
 void dkv_ipc_cache_free(struct dropkv_cache *cache)
@@ -62,26 +53,10 @@ void dkv_ipc_cache_free(struct dropkv_cache *cache)
     free(cache);
 }
 
-static enum dkv_status check_layout(const struct dropkv_cache_layout *layout, struct dkv_error *err)
-{
-    if (layout->n_layers == 0 || layout->n_layers > DKV_WIRE_LAYERS_MAX)
-        return dkv_error_set(err, DKV_E_INVALID, "n_layers %u not in 1..%u", layout->n_layers,
-                             DKV_WIRE_LAYERS_MAX);
-    if (layout->layers == NULL)
-        return dkv_error_set(err, DKV_E_INVALID, "layers is null");
-    if (layout->kv_heads == 0 || layout->kv_heads > DKV_HEADS_MAX)
-        return dkv_error_set(err, DKV_E_INVALID, "kv_heads %u not in 1..%u", layout->kv_heads,
-                             DKV_HEADS_MAX);
-    if (layout->q_heads == 0 || layout->q_heads > DKV_HEADS_MAX)
-        return dkv_error_set(err, DKV_E_INVALID, "q_heads %u not in 1..%u", layout->q_heads,
-                             DKV_HEADS_MAX);
-    return DKV_OK;
-}
-
 static enum dkv_status new_cache(struct dkv_transport *t, const struct dropkv_cache_layout *layout,
                                  struct dropkv_cache **cache_out, struct dkv_error *err)
 {
-    enum dkv_status status = check_layout(layout, err);
+    enum dkv_status status = dkv_check_cache_layout(layout, err);
     if (status != DKV_OK)
         return status;
     struct dropkv_cache *cache = calloc(1, sizeof(*cache));
@@ -115,17 +90,9 @@ static enum dkv_status new_cache(struct dkv_transport *t, const struct dropkv_ca
 static enum dkv_status new_stash(struct dkv_transport *t, const struct dropkv_stash_layout *layout,
                                  struct dropkv_stash **stash_out, struct dkv_error *err)
 {
-    if (layout->buffer == NULL)
-        return dkv_error_set(err, DKV_E_INVALID, "buffer is null");
-    if (layout->n_layers == 0 || layout->n_layers > DKV_WIRE_LAYERS_MAX)
-        return dkv_error_set(err, DKV_E_INVALID, "n_layers %u not in 1..%u", layout->n_layers,
-                             DKV_WIRE_LAYERS_MAX);
-    if (layout->n_slots == 0 || layout->n_rows == 0)
-        return dkv_error_set(err, DKV_E_INVALID, "%s is 0",
-                             layout->n_slots == 0 ? "n_slots" : "n_rows");
-    if (dkv_dtype_bytes((enum dkv_dtype)layout->dtype) < 2)
-        return dkv_error_set(err, DKV_E_UNSUPPORTED, "dtype %d is not one of BF16, FP16, FP32",
-                             (int)layout->dtype);
+    const enum dkv_status status = dkv_check_stash_layout(layout, err);
+    if (status != DKV_OK)
+        return status;
     struct dropkv_stash *stash = calloc(1, sizeof(*stash));
     if (stash == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a stash");

@@ -197,7 +197,8 @@ static enum dkv_status submit(struct dropkv_client *client, const struct dropkv_
     if (status == DKV_OK && client->ops->objects == NULL &&
         (call->fence.buffer != NULL || call->output.buffer != NULL))
         status = dkv_error_set(err, DKV_E_UNSUPPORTED,
-                               "%s: only a daemon at unix:///PATH has buffers",
+                               "%s: only a daemon at unix:///PATH and an embedded engine have "
+                               "buffers",
                                call->fence.buffer != NULL ? "fence" : "output");
     return start(client, *job_out, status, &wish, err);
 }
@@ -207,7 +208,8 @@ static enum dkv_status submit_prompt(struct dropkv_client *client,
                                      struct dkv_error *err)
 {
     if (client->ops->objects == NULL)
-        return dkv_error_set(err, DKV_E_UNSUPPORTED, "only a daemon at unix:///PATH knows caches");
+        return dkv_error_set(err, DKV_E_UNSUPPORTED,
+                             "only a daemon at unix:///PATH and an embedded engine know caches");
     enum dkv_status status = get_free_job(client, prompt, job_out, err);
     if (status != DKV_OK)
         return status;

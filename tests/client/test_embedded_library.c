@@ -137,6 +137,242 @@ static void errors_are_those_of_a_daemon(void **state)
     dropkv_client_close(daemon);
 }
 
+/* ---- caches ---- */
+
+enum { LAYERS = 3, PAGE = 16, PAGES = 40, SLOTS = 2, RING = 24 };
+
+struct memory {
+    float rows[LAYERS][SLOTS][RING][Q_HEADS][DIM];
+    float kv[LAYERS][2][PAGES][PAGE][KV_HEADS][DIM];
+    int32_t table[PAGES];
+    int32_t answer[LAYERS * KV_HEADS * 2 * TOKENS + LAYERS * KV_HEADS + 1];
+};
+
+/* The same cache and stash of both clients, over one memory. */
+struct pair {
+    struct dropkv_client *clients[2]; /* of the daemon, of the engine here */
+    struct dropkv_cache *caches[2];
+    struct dropkv_stash *stashes[2];
+    struct dropkv_buffer *buffer;
+    struct memory *memory;
+};
+
+static float sinks[LAYERS][Q_HEADS];
+
+static void register_memory(struct pair *pair, int i)
+{
+    struct dropkv_layer layers[LAYERS];
+    struct dropkv_cache_layout cache = DROPKV_CACHE_LAYOUT_INIT;
+    struct dropkv_stash_layout stash = DROPKV_STASH_LAYOUT_INIT;
+    struct dropkv_error error;
+    for (int layer = 0; layer < LAYERS; layer++) {
+        layers[layer].key = (struct dropkv_view){
+            .buffer = pair->buffer,
+            .offset = (size_t)((char *)pair->memory->kv[layer][0] - (char *)pair->memory),
+            .dtype = DROPKV_FP32,
+            .page_stride = sizeof(pair->memory->kv[0][0][0]),
+            .token_stride = sizeof(pair->memory->kv[0][0][0][0]),
+            .head_stride = DIM * sizeof(float)};
+        layers[layer].value = layers[layer].key;
+        layers[layer].value.offset += sizeof(pair->memory->kv[0][0]);
+    }
+    cache.q_heads = Q_HEADS, cache.kv_heads = KV_HEADS, cache.head_dim = DIM;
+    cache.page_tokens = PAGE, cache.n_layers = LAYERS, cache.layers = layers;
+    cache.sink_logits = &sinks[0][0], cache.scale = 0.25;
+    stash.buffer = pair->buffer, stash.dtype = DROPKV_FP32, stash.n_layers = LAYERS;
+    stash.n_slots = SLOTS, stash.n_rows = RING;
+    stash.layer_stride = sizeof(pair->memory->rows[0]);
+    stash.slot_stride = sizeof(pair->memory->rows[0][0]);
+    stash.row_stride = sizeof(pair->memory->rows[0][0][0]);
+    stash.head_stride = DIM * sizeof(float);
+    if (dropkv_client_add_output(pair->clients[i], pair->buffer, &error) != DROPKV_OK ||
+        dropkv_cache_add(pair->clients[i], &cache, &pair->caches[i], &error) != DROPKV_OK ||
+        dropkv_stash_add(pair->clients[i], &stash, &pair->stashes[i], &error) != DROPKV_OK)
+        fail_msg("%s", error.text);
+}
+
+static struct pair open_pair(void)
+{
+    struct pair pair = {
+        .clients = {dkv_test_open(dkv_test_endpoint), dkv_test_open("embedded:cpu")}};
+    assert_int_equal(dropkv_buffer_new(sizeof(struct memory), &pair.buffer, NULL), DROPKV_OK);
+    pair.memory = dropkv_buffer_data(pair.buffer);
+    memcpy(pair.memory->rows, value, sizeof(pair.memory->rows));
+    for (size_t i = 0; i < sizeof(pair.memory->kv) / sizeof(float); i++)
+        (&pair.memory->kv[0][0][0][0][0][0])[i] = (&key[0][0][0][0])[i * 3 % 95999];
+    for (int i = 0; i < PAGES; i++)
+        pair.memory->table[i] = (i * 7 + 3) % PAGES;
+    for (int layer = 0; layer < LAYERS; layer++)
+        for (int h = 0; h < Q_HEADS; h++)
+            sinks[layer][h] = (float)(layer - h);
+    register_memory(&pair, 0);
+    register_memory(&pair, 1);
+    return pair;
+}
+
+static void close_pair(struct pair *pair)
+{
+    dropkv_cache_remove(pair->clients[1], pair->caches[1]);
+    for (int i = 0; i < 2; i++)
+        dropkv_client_close(pair->clients[i]);
+    dropkv_buffer_free(pair->buffer);
+}
+
+static struct dropkv_prompt make_prompt(const struct pair *pair, int i, const struct wish *wish)
+{
+    struct dropkv_prompt prompt = DROPKV_PROMPT_INIT;
+    prompt.cache = pair->caches[i];
+    prompt.stash = pair->stashes[i];
+    prompt.n_tokens = TOKENS;
+    prompt.slot = 1;
+    prompt.newest_row = RING - 1;
+    prompt.q_rows = ROWS;
+    prompt.table_buffer = pair->buffer;
+    prompt.table_offset = (size_t)((char *)pair->memory->table - (char *)pair->memory);
+    prompt.table_entries = PAGES;
+    prompt.table_entry_bytes = sizeof(int32_t);
+    prompt.params = wish->params;
+    while (prompt.n_params < MAX_PARAMS && wish->params[prompt.n_params].name != NULL)
+        prompt.n_params++;
+    prompt.want_scores = wish->want_scores;
+    return prompt;
+}
+
+/* Both answers, to be freed. */
+static void ask_both(const struct pair *pair, struct dropkv_prompt prompts[2],
+                     struct dropkv_result *results[2])
+{
+    struct dropkv_error error;
+    for (int i = 0; i < 2; i++) {
+        if (dropkv_score_prompt(pair->clients[i], &prompts[i], &results[i], &error) != DROPKV_OK)
+            fail_msg("%s", error.text);
+    }
+}
+
+static void prompts_have_the_answers_of_a_daemon(void **state)
+{
+    static const struct wish wishes[] = {
+        {{REAL("keep_ratio", 0.1), INT("sinks", 4)}, 1},
+        {{REAL("keep_ratio", 0.2), TEXT("heads", "adakv_floor")}, 1},
+        {{REAL("keep_ratio", 0.2), TEXT("layers", "cake"), TEXT("policy", "cake")}, 0},
+        {{INT("keep_tokens", 60), INT("window", 4), REAL("scale", 0.5)}, 0},
+        {{INT("keep_tokens", 60), TEXT("policy", "criticalkv")}, 0},
+    };
+    static const uint32_t newest[] = {RING - 1, 15, 5, 0}; /* the last two lie around the end */
+    static float weights[LAYERS][KV_HEADS][TOKENS];
+    (void)state;
+    struct pair pair = open_pair();
+    for (int i = 0; i < LAYERS * KV_HEADS * TOKENS; i++)
+        (&weights[0][0][0])[i] = (float)(i % 13);
+    for (size_t w = 0; w < sizeof(wishes) / sizeof(wishes[0]); w++)
+        for (size_t n = 0; n < sizeof(newest) / sizeof(newest[0]); n++) {
+            struct dropkv_prompt prompts[2];
+            struct dropkv_result *results[2];
+            for (int i = 0; i < 2; i++) {
+                prompts[i] = make_prompt(&pair, i, &wishes[w]);
+                prompts[i].newest_row = newest[n];
+                prompts[i].token_weight = w == 4 ? &weights[0][0][0] : NULL;
+                prompts[i].first_layer = n == 1 ? 1 : 0;
+                prompts[i].valid_from = n == 2 ? 20 : 0;
+                if (n == 3) { /* a table of one's own */
+                    prompts[i].table_buffer = NULL;
+                    prompts[i].table = pair.memory->table;
+                }
+            }
+            if (w == 4 && n == 1)
+                continue; /* the weights are those of all layers */
+            ask_both(&pair, prompts, results);
+            expect_same(results[0], results[1]);
+            dropkv_result_free(results[0]);
+            dropkv_result_free(results[1]);
+        }
+    close_pair(&pair);
+}
+
+static void prompts_are_answered_where_the_caller_wants_it(void **state)
+{
+    static const struct wish wishes[] = {
+        {{REAL("keep_ratio", 0.1)}, 1},
+        {{REAL("keep_ratio", 0.2), TEXT("heads", "adakv_floor")}, 1},
+    };
+    (void)state;
+    struct pair pair = open_pair();
+    for (size_t w = 0; w < 2; w++) {
+        struct dropkv_result *wanted, *result;
+        struct dropkv_prompt prompt = make_prompt(&pair, 0, &wishes[w]);
+        assert_int_equal(dropkv_score_prompt(pair.clients[0], &prompt, &wanted, NULL), DROPKV_OK);
+        prompt = make_prompt(&pair, 1, &wishes[w]);
+        prompt.output = pair.buffer;
+        prompt.output_offset = (size_t)((char *)pair.memory->answer - (char *)pair.memory);
+        prompt.output_bytes = sizeof(pair.memory->answer);
+        assert_int_equal(dropkv_score_prompt(pair.clients[1], &prompt, &result, NULL), DROPKV_OK);
+        assert_ptr_equal(result->keep_indices, pair.memory->answer);
+        expect_same(wanted, result);
+        dropkv_result_free(wanted);
+        dropkv_result_free(result);
+    }
+    close_pair(&pair);
+}
+
+/* After submission neither the cache nor its scales are looked at. */
+static void a_cache_may_go_while_its_prompts_wait(void **state)
+{
+    static const struct wish wish = {{REAL("keep_ratio", 0.1)}, 1};
+    (void)state;
+    struct pair pair = open_pair();
+    struct dropkv_prompt prompts[] = {make_prompt(&pair, 0, &wish), make_prompt(&pair, 1, &wish)};
+    struct dropkv_result *wanted, *result;
+    assert_int_equal(dropkv_score_prompt(pair.clients[0], &prompts[0], &wanted, NULL), DROPKV_OK);
+    assert_int_equal(dropkv_submit_prompt(pair.clients[1], &prompts[1], NULL, NULL), DROPKV_OK);
+    dropkv_cache_remove(pair.clients[1], pair.caches[1]);
+    dropkv_stash_remove(pair.clients[1], pair.stashes[1]);
+    pair.caches[1] = NULL;
+    assert_int_equal(dropkv_client_detach_buffer(pair.clients[1], pair.buffer, 0, NULL), DROPKV_OK);
+    assert_int_equal(dropkv_client_attach_buffer(pair.clients[1], pair.buffer, NULL), DROPKV_OK);
+    assert_int_equal(dropkv_dispatch(pair.clients[1], -1, NULL), DROPKV_OK);
+    result = dropkv_next_result(pair.clients[1]);
+    assert_int_equal(result->status, DROPKV_OK);
+    expect_same(wanted, result);
+    dropkv_result_free(wanted);
+    dropkv_result_free(result);
+    close_pair(&pair);
+}
+
+static void errors_of_prompts_are_those_of_a_daemon(void **state)
+{
+    enum { SLOT, ROW, LAYER, ENTRY, TABLE, ROOM, FENCE, CASES };
+    static const struct wish wish = {{REAL("keep_ratio", 0.1)}, 1};
+    (void)state;
+    struct pair pair = open_pair();
+    for (int kind = 0; kind < CASES; kind++) {
+        struct dropkv_error errors[2];
+        const int32_t good = pair.memory->table[4];
+        pair.memory->table[4] = kind == ENTRY ? 99 : good;
+        for (int i = 0; i < 2; i++) {
+            struct dropkv_result *result;
+            struct dropkv_prompt prompt = make_prompt(&pair, i, &wish);
+            prompt.slot = kind == SLOT ? SLOTS : prompt.slot;
+            prompt.newest_row = kind == ROW ? RING : prompt.newest_row;
+            prompt.first_layer = kind == LAYER ? LAYERS : 0;
+            prompt.table_offset = kind == TABLE ? sizeof(struct memory) - 8 : prompt.table_offset;
+            prompt.output = kind == ROOM ? pair.buffer : NULL;
+            prompt.output_bytes = kind == ROOM ? 1000 : 0;
+            prompt.fence = kind == FENCE && i == 1 ? pair.buffer : NULL;
+            prompt.slot = kind == FENCE && i == 0 ? SLOTS : prompt.slot;
+            assert_int_not_equal(dropkv_score_prompt(pair.clients[i], &prompt, &result, &errors[i]),
+                                 DROPKV_OK);
+        }
+        pair.memory->table[4] = good;
+        if (kind == FENCE) {
+            assert_int_equal(errors[1].status, DROPKV_E_UNSUPPORTED);
+            continue;
+        }
+        assert_int_equal(errors[0].status, errors[1].status);
+        assert_string_equal(errors[0].text, errors[1].text);
+    }
+    close_pair(&pair);
+}
+
 /* ---- clients of their own ---- */
 
 static const struct wish plain = {{REAL("keep_ratio", 0.1)}, 1};
@@ -265,6 +501,10 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(answers_are_those_of_a_daemon),
         cmocka_unit_test(errors_are_those_of_a_daemon),
+        cmocka_unit_test(prompts_have_the_answers_of_a_daemon),
+        cmocka_unit_test(prompts_are_answered_where_the_caller_wants_it),
+        cmocka_unit_test(a_cache_may_go_while_its_prompts_wait),
+        cmocka_unit_test(errors_of_prompts_are_those_of_a_daemon),
         cmocka_unit_test(clients_do_not_disturb_each_other),
         cmocka_unit_test(endpoints_and_options_are_checked),
         cmocka_unit_test(it_says_what_it_is),

@@ -348,6 +348,63 @@ static void the_callers_context_is_left_as_it_was(void **state)
     CUDA(cudaMemcpy(copy, tensors, sizeof(*copy), cudaMemcpyHostToDevice));
 }
 
+/* A registered cache, and query rows around the end of a ring on the device, which the engine puts
+ * in order on the stream. */
+static void a_prompt_is_its_layer(void **state)
+{
+    enum { RING = 11, NEWEST = 4 };
+    (void)state;
+    static uint16_t ring[RING][Q_HEADS][DIM];
+    char *there;
+    cudaStream_t stream;
+    struct dropkv_buffer *buffer;
+    struct dropkv_error error;
+    struct dropkv_result *result;
+    const size_t kv_bytes = sizeof(tensors->key);
+    for (int r = 0; r < ROWS; r++)
+        for (int h = 0; h < Q_HEADS; h++)
+            memcpy(ring[(NEWEST + 1 + RING - ROWS + r) % RING][h], tensors->query[h][r],
+                   sizeof(ring[0][0]));
+    CUDA(cudaMalloc((void **)&there, 2 * kv_bytes + sizeof(ring)));
+    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    struct dropkv_client *client = open_on(stream);
+    CUDA(cudaMemcpyAsync(there, tensors->key, 2 * kv_bytes, cudaMemcpyHostToDevice, stream));
+    CUDA(cudaMemcpyAsync(there + 2 * kv_bytes, ring, sizeof(ring), cudaMemcpyHostToDevice, stream));
+    if (dropkv_buffer_from_cuda(there, 2 * kv_bytes + sizeof(ring), DROPKV_CUDA_ANY, &buffer,
+                                &error) != DROPKV_OK)
+        fail_msg("%s", error.text);
+    struct dropkv_layer layer = {.key = {.buffer = buffer,
+                                         .dtype = DROPKV_BF16,
+                                         .token_stride = sizeof(tensors->key[0][0]),
+                                         .head_stride = sizeof(tensors->key[0])}};
+    layer.value = layer.key;
+    layer.value.offset = kv_bytes;
+    struct dropkv_cache_layout cache = DROPKV_CACHE_LAYOUT_INIT;
+    struct dropkv_stash_layout stash = DROPKV_STASH_LAYOUT_INIT;
+    struct dropkv_prompt prompt = DROPKV_PROMPT_INIT;
+    const struct dropkv_request r = request_at(tensors);
+    cache.q_heads = Q_HEADS, cache.kv_heads = KV_HEADS, cache.head_dim = DIM;
+    cache.n_layers = 1, cache.layers = &layer;
+    stash.buffer = buffer, stash.offset = 2 * kv_bytes, stash.dtype = DROPKV_BF16;
+    stash.n_layers = 1, stash.n_slots = 1, stash.n_rows = RING;
+    stash.row_stride = sizeof(ring[0]), stash.head_stride = sizeof(ring[0][0]);
+    if (dropkv_client_add_buffer(client, buffer, &error) != DROPKV_OK ||
+        dropkv_cache_add(client, &cache, &prompt.cache, &error) != DROPKV_OK ||
+        dropkv_stash_add(client, &stash, &prompt.stash, &error) != DROPKV_OK)
+        fail_msg("%s", error.text);
+    prompt.n_tokens = TOKENS, prompt.newest_row = NEWEST, prompt.q_rows = ROWS;
+    prompt.params = r.params, prompt.n_params = r.n_params, prompt.want_scores = 1;
+    for (int i = 0; i < 3; i++) {
+        if (dropkv_score_prompt(client, &prompt, &result, &error) != DROPKV_OK)
+            fail_msg("%s", error.text);
+        expect_reference(result);
+    }
+    dropkv_client_close(client);
+    dropkv_buffer_free(buffer);
+    CUDA(cudaFree(there));
+    CUDA(cudaStreamDestroy(stream));
+}
+
 /* The default streams by their names, and two clients on two streams. */
 static void any_stream_will_do(void **state)
 {
@@ -475,6 +532,7 @@ int main(void)
         cmocka_unit_test(cancelling_and_closing_wait_for_its_own),
         cmocka_unit_test(a_context_of_the_callers_own_is_used),
         cmocka_unit_test(the_callers_context_is_left_as_it_was),
+        cmocka_unit_test(a_prompt_is_its_layer),
         cmocka_unit_test(any_stream_will_do),
         cmocka_unit_test(what_is_wrong_is_said),
         cmocka_unit_test(it_is_timed),
