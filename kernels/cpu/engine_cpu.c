@@ -16,9 +16,7 @@
  * most, and 4 bytes per token of the longest block plus about 1 MiB.
  */
 #include "kernels/cpu/cpu.h"
-#include "kernels/cpu/general.h"
-#include "kernels/cpu/head.h"
-#include "kernels/cpu/threads.h"
+#include "kernels/cpu/engine_priv.h"
 #include "kernels/select.h"
 
 #include <math.h>
@@ -29,40 +27,8 @@
 #define WHOLE_BYTES_EACH ((size_t)512 << 10) /* for each, which counts from 7 threads on */
 #define SHARE_TOKENS_MIN 8192u               /* shorter heads are not worth barriers */
 #define THREADS_MAX      256u
-#define TASKS_MAX        1024u
 
-/* Memory that only grows. */
-struct buffer {
-    void *bytes;
-    size_t size;
-};
-
-/* A head that one thread runs. */
-struct head_task {
-    struct dkv_item *item;
-    uint32_t head;
-    unsigned faults; /* enum dkv_fault, what became of it */
-    bool masked;     /* some token was */
-};
-
-struct dkv_engine {
-    const struct dkv_cpu_ops *ops;
-    struct dkv_threads *crew;
-    unsigned threads;
-    char model[64];        /* asked once: under a hypervisor each CPUID costs microseconds */
-    struct buffer shared;  /* a head */
-    struct buffer *wholes; /* [threads] a head each */
-    struct buffer *tiles;  /* [threads] tile and selection scratch */
-    struct buffer general; /* of the block with plan->general that is being answered */
-    struct dkv_choice_work general_work; /* in it */
-    double *entropy, *variance; /* layers=cake: [kv_heads] of the block at work; else NULL */
-    double preferences[DKV_BLOCKS_MAX];
-    uint64_t shares[DKV_BLOCKS_MAX];
-    uint64_t scratch_bytes, scratch_peak_bytes;
-    struct head_task tasks[TASKS_MAX];
-};
-
-static bool buffer_grow(struct dkv_engine *engine, struct buffer *buffer, size_t size)
+static bool buffer_grow(struct dkv_engine *engine, struct dkv_cpu_buffer *buffer, size_t size)
 {
     if (size <= buffer->size)
         return true;
@@ -77,10 +43,10 @@ static bool buffer_grow(struct dkv_engine *engine, struct buffer *buffer, size_t
     return buffer->bytes != NULL;
 }
 
-static void buffer_release(struct buffer *buffer)
+static void buffer_release(struct dkv_cpu_buffer *buffer)
 {
     free(buffer->bytes);
-    *buffer = (struct buffer){0};
+    *buffer = (struct dkv_cpu_buffer){0};
 }
 
 static void cpu_close(struct dkv_engine *engine)
@@ -141,141 +107,6 @@ static void cpu_info(const struct dkv_engine *engine, struct dkv_engine_info *in
     snprintf(info_out->backend, sizeof(info_out->backend), "cpu/%s", engine->ops->name);
     snprintf(info_out->device, sizeof(info_out->device), "%s, %u thread%s", engine->model,
              engine->threads, engine->threads == 1 ? "" : "s");
-}
-
-/* The part of a thread's tile buffer that selection uses, behind the tile. */
-static void *select_scratch(const struct dkv_engine *engine, const struct dkv_head *head,
-                            unsigned thread)
-{
-    return (uint8_t *)engine->tiles[thread].bytes + dkv_tile_bytes(head);
-}
-
-/* A head is scored: select here, or leave that to the block's end. */
-static void select_and_finish(const struct dkv_engine *engine, const struct dkv_head *head,
-                              unsigned thread)
-{
-    const struct dkv_item *item = head->item;
-    if (item->plan->general) {
-        dkv_general_take(&engine->general_work, head);
-        if (engine->entropy != NULL)
-            dkv_head_spread(head, &engine->entropy[head->index], &engine->variance[head->index]);
-        return;
-    }
-    const struct dkv_select_spec spec = dkv_select_spec_of(item->block, item->params, item->plan);
-    dkv_select(&spec, head->raw, head->flags, select_scratch(engine, head, thread),
-               item->keep_out + (uint64_t)head->index * item->plan->keep_tokens);
-    if (item->plan->ragged) /* by layer alone */
-        item->counts_out[head->index] = (uint32_t)item->plan->keep_tokens;
-    dkv_head_finish(head);
-}
-
-/* One step: `step` over all splits, on this thread or on all. */
-struct splits {
-    const struct dkv_engine *engine;
-    struct dkv_head *head;
-    void (*step)(struct dkv_head *head, uint32_t split, const struct dkv_tile *tile);
-    const struct dkv_tile *tile; /* NULL: on all threads, each with its own */
-};
-
-static void split_task(void *context, size_t task, unsigned thread)
-{
-    const struct splits *splits = context;
-    struct dkv_tile tile;
-    dkv_tile_place(&tile, splits->head, splits->engine->tiles[thread].bytes);
-    splits->step(splits->head, (uint32_t)task, &tile);
-}
-
-static void run_splits(struct splits *splits, void (*step)(struct dkv_head *head, uint32_t split,
-                                                           const struct dkv_tile *tile))
-{
-    splits->step = step;
-    if (splits->tile == NULL) {
-        dkv_threads_run(splits->engine->crew, split_task, splits, splits->head->n_splits);
-        return;
-    }
-    for (uint32_t s = 0; s < splits->head->n_splits; s++)
-        step(splits->head, s, splits->tile);
-}
-
-/* All steps of a head for one chunk of its rows. */
-static unsigned run_rows(struct splits *splits, const struct dkv_tile *tile)
-{
-    struct dkv_head *head = splits->head;
-    unsigned faults = dkv_head_begin(head, tile);
-    if (faults != DKV_FAULT_NONE)
-        return faults;
-    run_splits(splits, dkv_head_pass_a);
-    faults = dkv_head_merge(head, tile);
-    if (faults != DKV_FAULT_NONE)
-        return faults;
-    if (head->author_form) {
-        run_splits(splits, dkv_head_pass_a2);
-        dkv_head_merge_a2(head, tile);
-    }
-    run_splits(splits, dkv_head_pass_b);
-    return dkv_head_faults(head);
-}
-
-/* A head in `memory`, on this thread or on all of them. */
-static unsigned run_head(const struct dkv_engine *engine, struct dkv_head *head, void *memory,
-                         unsigned thread, bool all_threads)
-{
-    struct dkv_tile tile;
-    struct splits splits = {.engine = engine, .head = head, .tile = all_threads ? NULL : &tile};
-    unsigned faults = DKV_FAULT_NONE;
-    dkv_tile_place(&tile, head, engine->tiles[thread].bytes);
-    if (head->rule->source != DKV_SOURCE_ROWS) {
-        head->flags = engine->general_work.flags + head->index * head->n;
-        return dkv_general_score(&engine->general_work, head, &tile);
-    }
-    dkv_head_place(head, memory);
-    for (uint32_t c = 0; c < head->n_chunks && faults == DKV_FAULT_NONE; c++) {
-        dkv_head_take_rows(head, c);
-        faults = run_rows(&splits, &tile);
-    }
-    if (faults == DKV_FAULT_NONE)
-        select_and_finish(engine, head, thread);
-    return faults;
-}
-
-/* A slice of the batch's heads, TASKS_MAX at most. */
-struct slice {
-    const struct dkv_engine *engine;
-    struct head_task *tasks;
-    size_t n_tasks;
-};
-
-static void whole_task(void *context, size_t task, unsigned thread)
-{
-    const struct slice *slice = context;
-    struct head_task *at = &slice->tasks[task];
-    struct dkv_head head;
-    dkv_head_init(&head, slice->engine->ops, at->item, at->head);
-    at->faults = run_head(slice->engine, &head, slice->engine->wholes[thread].bytes, thread, false);
-    at->masked = at->faults == DKV_FAULT_NONE && dkv_head_has_masked(&head);
-}
-
-static void explain_failures(const struct slice *slice)
-{
-    for (size_t i = 0; i < slice->n_tasks; i++) {
-        const struct head_task *task = &slice->tasks[i];
-        task->item->nonfinite |= task->masked;
-        if (task->faults == DKV_FAULT_NONE || task->item->status != DKV_OK)
-            continue; /* heads come in order: the lowest one that failed is explained */
-        struct dkv_head head;
-        dkv_head_init(&head, slice->engine->ops, task->item, task->head);
-        task->item->status = dkv_head_explain(&head, task->faults, &task->item->nonfinite,
-                                              &task->item->error);
-    }
-}
-
-static void run_slice(struct slice *slice)
-{
-    if (slice->n_tasks == 0)
-        return;
-    dkv_threads_run(slice->engine->crew, whole_task, slice, slice->n_tasks);
-    explain_failures(slice);
-    slice->n_tasks = 0;
 }
 
 static size_t larger(size_t a, size_t b)
@@ -369,19 +200,20 @@ static bool reserve(struct dkv_engine *engine, const struct dkv_item *items, siz
 }
 
 /* Scores an item's heads: those that need all threads now, the others with their slice. */
-static void run_item(struct slice *slice, struct dkv_item *item, const struct layout *layout)
+static void run_item(struct dkv_cpu_slice *slice, struct dkv_item *item,
+                     const struct layout *layout)
 {
     const struct dkv_engine *engine = slice->engine;
     for (uint32_t h = 0; h < item->block->kv_heads; h++) {
         struct dkv_head head;
         dkv_head_init(&head, engine->ops, item, h);
         if (!runs_shared(engine, &head, layout->n_heads)) {
-            slice->tasks[slice->n_tasks++] = (struct head_task){.item = item, .head = h};
-            if (slice->n_tasks == TASKS_MAX)
-                run_slice(slice);
+            slice->tasks[slice->n_tasks++] = (struct dkv_cpu_task){.item = item, .head = h};
+            if (slice->n_tasks == DKV_CPU_TASKS_MAX)
+                dkv_cpu_run_slice(slice);
             continue;
         }
-        const unsigned faults = run_head(engine, &head, engine->shared.bytes, 0, true);
+        const unsigned faults = dkv_cpu_run_head(engine, &head, engine->shared.bytes, 0, true);
         if (faults != DKV_FAULT_NONE) {
             item->status = dkv_head_explain(&head, faults, &item->nonfinite, &item->error);
             return;
@@ -391,14 +223,14 @@ static void run_item(struct slice *slice, struct dkv_item *item, const struct la
 }
 
 /* The engine has memory for the scores of one such block, so it is finished before the next. */
-static void run_general(struct dkv_engine *engine, struct slice *slice, struct dkv_item *item,
-                        const struct layout *layout)
+static void run_general(struct dkv_engine *engine, struct dkv_cpu_slice *slice,
+                        struct dkv_item *item, const struct layout *layout)
 {
-    run_slice(slice);
+    dkv_cpu_run_slice(slice);
     dkv_general_place(&engine->general_work, item, engine->general.bytes);
     engine->entropy = engine->variance = NULL;
     run_item(slice, item, layout);
-    run_slice(slice);
+    dkv_cpu_run_slice(slice);
     if (item->status == DKV_OK)
         item->status = dkv_general_settle(&engine->general_work, item, &item->error);
     if (item->status == DKV_OK)
@@ -443,13 +275,13 @@ static void choose_layers(struct dkv_engine *engine, struct dkv_item *items, uin
     }
 }
 
-static void run_layers(struct dkv_engine *engine, struct slice *slice, struct dkv_item *items,
-                       const struct layout *layout)
+static void run_layers(struct dkv_engine *engine, struct dkv_cpu_slice *slice,
+                       struct dkv_item *items, const struct layout *layout)
 {
     const uint32_t n_layers = items->plan->n_blocks;
     uint8_t *memory = engine->general.bytes;
     double entropies[DKV_HEADS_MAX], variances[DKV_HEADS_MAX];
-    run_slice(slice);
+    dkv_cpu_run_slice(slice);
     for (uint32_t l = 0; l < n_layers; l++) {
         struct dkv_item *item = &items[l];
         dkv_general_place(&engine->general_work, item, memory);
@@ -457,7 +289,7 @@ static void run_layers(struct dkv_engine *engine, struct slice *slice, struct dk
         engine->entropy = entropies;
         engine->variance = variances;
         run_item(slice, item, layout);
-        run_slice(slice);
+        dkv_cpu_run_slice(slice);
         if (item->status == DKV_OK)
             item->status = dkv_general_settle(&engine->general_work, item, &item->error);
         if (item->status != DKV_OK) {
@@ -509,7 +341,7 @@ static enum dkv_status cpu_submit(struct dkv_engine *engine, struct dkv_item *it
                              (unsigned long long)layout.n_heads);
 
     const unsigned fpu = dkv_cpu_fpu_enter();
-    struct slice slice = {.engine = engine, .tasks = engine->tasks};
+    struct dkv_cpu_slice slice = {.engine = engine, .tasks = engine->tasks};
     for (size_t i = 0; i < n_items; i++) {
         if (needs_scoring(&items[i]) && items[i].params->layers == DKV_LAYERS_CAKE) {
             if (layers_are_here(&items[i], n_items - i)) {
@@ -527,7 +359,7 @@ static enum dkv_status cpu_submit(struct dkv_engine *engine, struct dkv_item *it
         else if (items[i].status == DKV_OK)
             keep_all(&items[i]);
     }
-    run_slice(&slice);
+    dkv_cpu_run_slice(&slice);
     dkv_cpu_fpu_leave(fpu);
     return DKV_OK;
 }
