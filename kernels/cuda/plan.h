@@ -259,6 +259,11 @@ struct dkv_cu_scorer {
  * with NULL. */
 extern const struct dkv_cu_scorer *const dkv_cu_scorers[];
 
+/* Copies a multiple of 16 bytes from pinned host memory to the device; up to DKV_CU_UPLOAD_MAX this
+ * is sooner done than a copy. */
+#define DKV_CU_UPLOAD_MAX ((size_t)256 << 10)
+cudaError_t dkv_cu_upload_launch(void *to, const void *from, size_t bytes, cudaStream_t stream);
+
 /* nonfinite=mask: writes unit.mask of every unit that has one, before any scorer runs. */
 cudaError_t dkv_cu_mask_prepare(void);
 cudaError_t dkv_cu_mask_launch(const struct dkv_cu_wave *wave, cudaStream_t stream);

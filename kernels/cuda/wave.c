@@ -279,16 +279,27 @@ static enum dkv_status turn_halves(struct dkv_cu_engine *engine, struct dkv_erro
     return status;
 }
 
-static enum dkv_status copy_io(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot, size_t begin,
-                               size_t end, bool up, struct dkv_error *err)
+/* The wave's part of io up to the device, or results down. */
+static enum dkv_status upload_io(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                                 size_t begin, size_t end, struct dkv_error *err)
 {
-    unsigned char *host = slot->io.base + begin;
-    unsigned char *device = slot->io_device + begin;
+    const void *host = slot->io.base + begin;
+    void *device = slot->io_device + begin;
     return dkv_cu_check(
         engine,
-        up ? cudaMemcpyAsync(device, host, end - begin, cudaMemcpyHostToDevice, engine->stream)
-           : cudaMemcpyAsync(host, device, end - begin, cudaMemcpyDeviceToHost, engine->stream),
-        up ? "uploading a batch" : "downloading results", err);
+        end - begin <= DKV_CU_UPLOAD_MAX
+            ? dkv_cu_upload_launch(device, host, end - begin, engine->stream)
+            : cudaMemcpyAsync(device, host, end - begin, cudaMemcpyHostToDevice, engine->stream),
+        "uploading a batch", err);
+}
+
+static enum dkv_status download_io(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
+                                   size_t begin, size_t end, struct dkv_error *err)
+{
+    return dkv_cu_check(engine,
+                        cudaMemcpyAsync(slot->io.base + begin, slot->io_device + begin, end - begin,
+                                        cudaMemcpyDeviceToHost, engine->stream),
+                        "downloading results", err);
 }
 
 enum dkv_status dkv_cu_launch_wave(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
@@ -312,12 +323,12 @@ enum dkv_status dkv_cu_launch_wave(struct dkv_cu_engine *engine, struct dkv_cu_s
     const size_t up_end = reports + dkv_cu_align(wave.n_units * sizeof(struct dkv_cu_report));
 
     if ((status = mark(engine, DKV_CU_MARK_START, err)) != DKV_OK ||
-        (status = copy_io(engine, slot, b->io_begin, up_end, true, err)) != DKV_OK ||
+        (status = upload_io(engine, slot, b->io_begin, up_end, err)) != DKV_OK ||
         (status = await_staged(engine, err)) != DKV_OK ||
         (status = mark(engine, DKV_CU_MARK_UPLOADED, err)) != DKV_OK ||
         (status = launch_kernels(engine, slot, &wave, first, &lists, err)) != DKV_OK ||
         (status = mark(engine, DKV_CU_MARK_SELECTED, err)) != DKV_OK ||
-        (status = copy_io(engine, slot, reports, down_end, false, err)) != DKV_OK ||
+        (status = download_io(engine, slot, reports, down_end, err)) != DKV_OK ||
         (status = dkv_cu_send_direct(engine, slot, wave.n_units, err)) != DKV_OK ||
         (status = mark(engine, DKV_CU_MARK_DOWNLOADED, err)) != DKV_OK ||
         (status = turn_halves(engine, err)) != DKV_OK)
