@@ -13,7 +13,7 @@ namespace dkv_fast
 {
 
 /* Keys or values of an item, as a fetching warp sees them. */
-template <class S, bool keys> struct tile_source {
+template <class S> struct tile_source {
     static constexpr int COLUMNS = S::STORED_BYTES < 128 ? 4 : 8; /* of 16 bytes, side by side */
     static constexpr int ROWS = 32 / COLUMNS;                     /* at once */
     static constexpr int BLOCKS = S::STORED_BYTES / 16 / COLUMNS;
@@ -25,13 +25,14 @@ template <class S, bool keys> struct tile_source {
     const unsigned char *ahead; /* the lane's row of half `ahead_of`, whose table entry is loaded
                                  * while nobody waits for it */
     int ahead_of = -1;
+    bool keys; /* or values */
 
-    static __device__ __forceinline__ const dkv_cu_rows &rows_of(const job &work)
+    __device__ __forceinline__ const dkv_cu_rows &rows_of(const job &work) const
     {
         return keys ? work.block.k : work.block.v;
     }
 
-    __device__ __forceinline__ tile_source(const job &work, int lane)
+    __device__ __forceinline__ tile_source(const job &work, bool of_keys, int lane) : keys(of_keys)
     {
         const dkv_cu_rows &rows = rows_of(work);
         const uint32_t first = item_first_key(work.item);
@@ -44,8 +45,8 @@ template <class S, bool keys> struct tile_source {
                            : 0;
     }
 
-    static __device__ __forceinline__ const unsigned char *row_of_half(const job &work,
-                                                                       int half_index, int lane)
+    __device__ __forceinline__ const unsigned char *row_of_half(const job &work, int half_index,
+                                                                int lane) const
     {
         unsigned long long *bad = keys ? &work.unit.report->bad_k_entry
                                        : &work.unit.report->bad_v_entry;
@@ -139,9 +140,8 @@ template <class S, int size> struct half_stream {
                 convert_oldest();
     }
 
-    template <bool keys>
-    __device__ __forceinline__ void fetch(tile_source<S, keys> &from, const job &work,
-                                          int half_index, uint64_t policy)
+    __device__ __forceinline__ void fetch(tile_source<S> &from, const job &work, int half_index,
+                                          uint64_t policy)
     {
         const uint32_t is_empty = shared_address(&empty[next.index]);
         if (S::FP8 && n_pending == PENDING_MAX)
@@ -173,11 +173,11 @@ template <class S, int size> struct half_stream {
     }
 };
 
-/* What pass A reads: K and V of every tile, in turn; one warp for each. K of kept tiles is never
- * read again. */
-template <class S, bool keys>
+/* What pass A reads: K and V of every tile, in turn; one warp for each, which run the same code, so
+ * that it stays in the instruction caches. K of kept tiles is never read again. */
+template <class S>
 __device__ __forceinline__ void fetch_a(shared_memory<S> &shared, const dkv_fast_args &args,
-                                        int lane)
+                                        bool keys, int lane)
 {
     half_stream<S, S::A_HALVES> stream(shared.a_halves, shared.a_full, shared.a_empty, lane);
     if (!keys)
@@ -188,7 +188,7 @@ __device__ __forceinline__ void fetch_a(shared_memory<S> &shared, const dkv_fast
         const job &work = stream.wait_for_job(shared, turn);
         const int tiles = work.item.chunks != 0 ? item_tiles(work) : 0;
         const int first_kept = first_kept_tile<S>(tiles);
-        tile_source<S, keys> from(work, lane);
+        tile_source<S> from(work, keys, lane);
         for (int half = 0; half < 2 * tiles; half++) {
             stream.fetch(from, work, half, keys && half / 2 >= first_kept ? once : again);
             if (half % 2 == 1)
@@ -210,8 +210,8 @@ __device__ __forceinline__ void fetch_b(shared_memory<S> &shared, const dkv_fast
         const job &work = stream.wait_for_job(shared, turn);
         const int tiles = work.item.chunks != 0 ? item_tiles(work) : 0;
         const int first_kept = first_kept_tile<S>(tiles);
-        tile_source<S, true> keys(work, lane);
-        tile_source<S, false> values(work, lane);
+        tile_source<S> keys(work, true, lane);
+        tile_source<S> values(work, false, lane);
         for (int i = 0; i < tiles; i++) {
             const bool kept = first_kept + i < tiles;
             const int half = 2 * (kept ? first_kept + i : first_kept + i - tiles);
@@ -275,7 +275,7 @@ __device__ __forceinline__ void fetch_rows(shared_memory<S> &shared, const dkv_f
 {
     const uint32_t full = shared_address(&shared.rows_full);
     mbarrier_wait(shared_address(&shared.rows_empty), empty_parity);
-    if (item_tiles(work) > S::KEPT_TILES)
+    if (item_tiles(work) > S::SLOTS)
         copy_query(shared, work, lane);
     mbarrier_arrive_after_copies(full);
     if (lane == 0) {

@@ -182,10 +182,8 @@ __global__ void __launch_bounds__(THREADS, 1) score(const __grid_constant__ dkv_
         registers_set<S::FETCH_REGISTERS, LAUNCH_REGISTERS>();
         const int thread = thread_in_group();
         const int lane = thread & 31;
-        if (thread < 32)
-            fetch_a<S, true>(shared, args, lane);
-        else if (thread < 64)
-            fetch_a<S, false>(shared, args, lane);
+        if (thread < 64)
+            fetch_a<S>(shared, args, thread < 32, lane);
         else if (thread < 96)
             fetch_b<S>(shared, args, lane);
         else

@@ -14,8 +14,8 @@
  * in tiles of 64, a tile as two halves.
  *
  *   rows of a unit   rows a thread   logits kept of a chunk's tiles
- *   up to 32         1               12 (all, up to 96K keys)
- *   up to 64         2               4
+ *   up to 32         1               14 (all, up to 112K keys)
+ *   up to 64         2               5
  *
  * More rows are scored in groups of 64, one turn after the other. The last tiles' logits are kept,
  * so that pass A does not wait for room at the start of an item; pass B begins with them. The
@@ -44,7 +44,8 @@ namespace dkv_fast
 
 constexpr int TILE = 64; /* keys */
 constexpr int HALF = 32; /* keys that arrive together */
-constexpr int GROUP_THREADS = 128;
+constexpr int LOG_GROUP_THREADS = 7;
+constexpr int GROUP_THREADS = 1 << LOG_GROUP_THREADS;
 constexpr int THREADS = 4 * GROUP_THREADS;
 constexpr int WARPS = THREADS / 32;
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS;
@@ -78,7 +79,6 @@ template <class element, int head_dim, int rows_per_thread, bool fp8 = false> st
     static constexpr int SLOT_BYTES = ROWS * TILE * 4;
     static constexpr int OPERAND_BYTES = ROWS * ROW_BYTES;
     static constexpr int SLOTS = rows_per_thread == 1 ? 14 : 5;
-    static constexpr int KEPT_TILES = rows_per_thread == 1 ? 12 : 4;
     static constexpr int A_HALVES = 6 * 128 / head_dim;
     static constexpr int B_HALVES = 4 * 128 / head_dim;
 
@@ -136,13 +136,20 @@ struct merge_state {
     float4 output;
 };
 
+/* Where threads that share a row's chunks meet. */
+struct merge_room {
+    partial_head heads[GROUP_THREADS];
+    float4 outputs[GROUP_THREADS];
+    float sums[GROUP_THREADS];
+};
+
 template <class S> struct shared_memory {
     unsigned char a_halves[S::A_HALVES][S::HALF_BYTES];
     unsigned char b_halves[S::B_HALVES][S::HALF_BYTES];
     unsigned char slots[S::SLOTS][S::SLOT_BYTES]; /* logits */
     unsigned char query[S::OPERAND_BYTES]; /* for pass B, if there are tiles that are not kept */
     merged<S> rows;
-    merge_state merge[GROUP_THREADS / 2];
+    merge_room merge;
     job jobs[JOBS];
     unsigned long long a_full[S::A_HALVES];
     unsigned long long a_empty[S::A_HALVES];
@@ -204,7 +211,7 @@ __device__ __forceinline__ int item_tiles(const job &job)
 /* Tiles before this one of an item are not kept. */
 template <class S> __device__ __forceinline__ int first_kept_tile(int tiles)
 {
-    return max(tiles - S::KEPT_TILES, 0);
+    return max(tiles - S::SLOTS, 0);
 }
 
 } // namespace dkv_fast
