@@ -1,6 +1,6 @@
 /* The fetching warps: what brings descriptors, tiles, queries and merged rows into shared memory.
  *
- * K and V of pass A have a warp each, which take turns at the places of one ring of half tiles; so
+ * K and V of pass A have a warp each, which take turns at the places of one ring of tiles; so
  * a place's next tile comes from the other warp, and pass A must give places back in the order in
  * which they were filled (fast_pass_a.cuh). Pass B's ring and the descriptors have a warp each.
  */
@@ -100,22 +100,22 @@ template <class S> struct tile_source {
     }
 };
 
-/* One warp's part of filling a ring of half tiles: all halves that it copies pass through here. */
-template <class S, int size> struct half_stream {
-    unsigned char (&halves)[size][S::HALF_BYTES];
+/* One warp's part of filling a ring of tiles: all halves that it copies pass through here. */
+template <class S, int size> struct tile_stream {
+    unsigned char (&tiles)[size][S::TILE_BYTES];
     unsigned long long (&full)[size];
     unsigned long long (&empty)[size];
     int lane;
     ring<size> next;
-    /* fp8: halves that are copied but not converted, the oldest in the lowest byte: its place in
+    /* fp8: halves that are copied but not converted, the oldest in the lowest byte: its number in
      * the ring, and the top bit for E5M2. Copies of all of them are under way at once. */
     uint32_t pending = 0;
     int n_pending = 0;
 
-    __device__ __forceinline__ half_stream(unsigned char (&in)[size][S::HALF_BYTES],
+    __device__ __forceinline__ tile_stream(unsigned char (&in)[size][S::TILE_BYTES],
                                            unsigned long long (&full_of)[size],
                                            unsigned long long (&empty_of)[size], int of_lane)
-        : halves(in), full(full_of), empty(empty_of), lane(of_lane)
+        : tiles(in), full(full_of), empty(empty_of), lane(of_lane)
     {
     }
 
@@ -123,10 +123,10 @@ template <class S, int size> struct half_stream {
     {
         copies_wait(n_pending - 1);
         __syncwarp();
-        const int index = pending & 127;
-        convert_half<S>(shared_address(halves[index]), pending & 128, lane);
+        const int half = pending & 127;
+        convert_half<S>(shared_address(tiles) + half * S::HALF_BYTES, pending & 128, lane);
         fence_async_proxy();
-        mbarrier_arrive(shared_address(&full[index]));
+        mbarrier_arrive(shared_address(&full[half / 2]));
         pending >>= 8;
         n_pending--;
     }
@@ -140,23 +140,28 @@ template <class S, int size> struct half_stream {
                 convert_oldest();
     }
 
-    __device__ __forceinline__ void fetch(tile_source<S> &from, const job &work, int half_index,
+    /* Both halves of a tile. */
+    __device__ __forceinline__ void fetch(tile_source<S> &from, const job &work, int tile,
                                           uint64_t policy)
     {
         const uint32_t is_empty = shared_address(&empty[next.index]);
-        if (S::FP8 && n_pending == PENDING_MAX)
-            convert_oldest();
         convert_until(is_empty, next.parity ^ 1);
         mbarrier_wait(is_empty, next.parity ^ 1);
-        from.copy_half(work, half_index, shared_address(halves[next.index]), policy, lane);
-        if constexpr (S::FP8) {
-            copies_commit();
-            const uint32_t is_e5m2 = from.rows_of(work).dtype == DKV_F8_E5M2 ? 128 : 0;
-            pending |= (next.index | is_e5m2) << 8 * n_pending;
-            n_pending++;
-        } else {
-            mbarrier_arrive_after_copies(shared_address(&full[next.index]));
+#pragma unroll 1
+        for (int h = 0; h < 2; h++) {
+            if (S::FP8 && n_pending == PENDING_MAX)
+                convert_oldest();
+            from.copy_half(work, 2 * tile + h,
+                           shared_address(tiles[next.index]) + h * S::HALF_BYTES, policy, lane);
+            if constexpr (S::FP8) {
+                copies_commit();
+                const uint32_t is_e5m2 = from.rows_of(work).dtype == DKV_F8_E5M2 ? 128 : 0;
+                pending |= (2 * next.index + h | is_e5m2) << 8 * n_pending;
+                n_pending++;
+            }
         }
+        if constexpr (!S::FP8)
+            mbarrier_arrive_after_copies(shared_address(&full[next.index]));
         next.advance();
     }
 
@@ -179,9 +184,9 @@ template <class S>
 __device__ __forceinline__ void fetch_a(shared_memory<S> &shared, const dkv_fast_args &args,
                                         bool keys, int lane)
 {
-    half_stream<S, S::A_HALVES> stream(shared.a_halves, shared.a_full, shared.a_empty, lane);
+    tile_stream<S, S::A_TILES> stream(shared.a_tiles, shared.a_full, shared.a_empty, lane);
     if (!keys)
-        stream.next.advance(2);
+        stream.next.advance();
     const uint64_t once = policy_evict_first();
     const uint64_t again = policy_normal();
     for (uint32_t turn = 0; turn < args.turns; turn++) {
@@ -189,10 +194,9 @@ __device__ __forceinline__ void fetch_a(shared_memory<S> &shared, const dkv_fast
         const int tiles = work.item.chunks != 0 ? item_tiles(work) : 0;
         const int first_kept = first_kept_tile<S>(tiles);
         tile_source<S> from(work, keys, lane);
-        for (int half = 0; half < 2 * tiles; half++) {
-            stream.fetch(from, work, half, keys && half / 2 >= first_kept ? once : again);
-            if (half % 2 == 1)
-                stream.next.advance(2);
+        for (int tile = 0; tile < tiles; tile++) {
+            stream.fetch(from, work, tile, keys && tile >= first_kept ? once : again);
+            stream.next.advance(); /* the other warp's place */
         }
         job_release(shared, turn, lane);
     }
@@ -204,7 +208,7 @@ template <class S>
 __device__ __forceinline__ void fetch_b(shared_memory<S> &shared, const dkv_fast_args &args,
                                         int lane)
 {
-    half_stream<S, S::B_HALVES> stream(shared.b_halves, shared.b_full, shared.b_empty, lane);
+    tile_stream<S, S::B_TILES> stream(shared.b_tiles, shared.b_full, shared.b_empty, lane);
     const uint64_t once = policy_evict_first();
     for (uint32_t turn = 0; turn < args.turns; turn++) {
         const job &work = stream.wait_for_job(shared, turn);
@@ -214,11 +218,10 @@ __device__ __forceinline__ void fetch_b(shared_memory<S> &shared, const dkv_fast
         tile_source<S> values(work, false, lane);
         for (int i = 0; i < tiles; i++) {
             const bool kept = first_kept + i < tiles;
-            const int half = 2 * (kept ? first_kept + i : first_kept + i - tiles);
-            for (int h = 0; !kept && h < 2; h++)
-                stream.fetch(keys, work, half + h, once);
-            for (int h = 0; h < 2; h++)
-                stream.fetch(values, work, half + h, once);
+            const int tile = kept ? first_kept + i : first_kept + i - tiles;
+            if (!kept)
+                stream.fetch(keys, work, tile, once);
+            stream.fetch(values, work, tile, once);
         }
         job_release(shared, turn, lane);
     }

@@ -7,7 +7,7 @@
  *   fetch    one group: a warp each for K and V of pass A, (K and) V of pass B, and for
  *            descriptors and merged rows
  *
- * They meet at mbarriers (half tiles, slots of logits, descriptors, partials, merged rows) and,
+ * They meet at mbarriers (tiles, slots of logits, descriptors, partials, merged rows) and,
  * across thread blocks, at two counters per unit. What waits: the merge of turn s for passes A of
  * turn s, pass B of turn s for merges of turn s, pass A of a later turn for slots that pass B of
  * turn s frees and for the place of its partial in the ring, which is free when the unit that it
@@ -124,12 +124,12 @@ __device__ __forceinline__ void run_merge(shared_memory<S> &shared, const dkv_fa
 
 template <class S> __device__ __forceinline__ void init_barriers(shared_memory<S> &shared)
 {
-    for (int i = 0; i < S::A_HALVES; i++) {
-        mbarrier_init(shared_address(&shared.a_full[i]), 32);
+    for (int i = 0; i < S::A_TILES; i++) {
+        mbarrier_init(shared_address(&shared.a_full[i]), S::TILE_ARRIVALS);
         mbarrier_init(shared_address(&shared.a_empty[i]), 4);
     }
-    for (int i = 0; i < S::B_HALVES; i++) {
-        mbarrier_init(shared_address(&shared.b_full[i]), 32);
+    for (int i = 0; i < S::B_TILES; i++) {
+        mbarrier_init(shared_address(&shared.b_full[i]), S::TILE_ARRIVALS);
         mbarrier_init(shared_address(&shared.b_empty[i]), 4);
     }
     for (int i = 0; i < S::SLOTS; i++)

@@ -219,7 +219,7 @@ __device__ __forceinline__ void store_partial(softmax_state<S> &state, const pla
     }
 }
 
-template <class S> using a_reader = tile_reader<S, S::A_HALVES>;
+template <class S> using a_reader = tile_reader<S, S::A_TILES>;
 
 template <class S>
 __device__ __forceinline__ void keep_logits(shared_memory<S> &shared, ring<S::SLOTS> &slots,
@@ -313,7 +313,7 @@ __device__ __forceinline__ void pass_a(shared_memory<S> &shared, const job &work
     uint32_t v_tile = 0;
     for (int tile = 0; tile < tiles; tile++) {
         const int first_key = chunk_key + tile * TILE;
-        k_tile = reader.wait(shared.a_halves, shared.a_full);
+        k_tile = reader.wait(shared.a_tiles, shared.a_full);
         hold(z);
         warpgroup_fence();
         start_dots<S>(z, q, k_tile);
@@ -322,8 +322,8 @@ __device__ __forceinline__ void pass_a(shared_memory<S> &shared, const job &work
         hold(z);
         hold(state.output);
         if (tile > 0) /* in the order they were filled, see fast_fetch.cuh */
-            reader.release(shared.a_halves, shared.a_empty, v_tile, at.lane);
-        reader.release(shared.a_halves, shared.a_empty, k_tile, at.lane);
+            reader.release(shared.a_tiles, shared.a_empty, v_tile, at.lane);
+        reader.release(shared.a_tiles, shared.a_empty, k_tile, at.lane);
         if (tile == tiles - 1)
             load_query(shared, turn + 1, turns, at, q);
         bool exceeds = false;
@@ -342,7 +342,7 @@ __device__ __forceinline__ void pass_a(shared_memory<S> &shared, const job &work
 #pragma unroll
             for (int c = 0; c < 2 * S::R; c++)
                 exceeds |= z[j][c] > state.base[c >> 1] + SLACK;
-        v_tile = reader.wait(shared.a_halves, shared.a_full);
+        v_tile = reader.wait(shared.a_tiles, shared.a_full);
         if (__any_sync(~0u, exceeds))
             raise<S>(state, z, at, v_tile, first_key);
         w.set(z, state);
@@ -353,7 +353,7 @@ __device__ __forceinline__ void pass_a(shared_memory<S> &shared, const job &work
     }
     warpgroup_wait<0>();
     hold(state.output);
-    reader.release(shared.a_halves, shared.a_empty, v_tile, at.lane);
+    reader.release(shared.a_tiles, shared.a_empty, v_tile, at.lane);
     if (lowest == -INFINITY)
         atomicOr(&work.unit.report->flags, DKV_CU_RETRY);
 }

@@ -85,7 +85,7 @@ __device__ __forceinline__ void add_terms(const float (&z)[ROW_TILES][4],
         }
 }
 
-template <class S> using b_reader = tile_reader<S, S::B_HALVES>;
+template <class S> using b_reader = tile_reader<S, S::B_TILES>;
 
 /* The logits of 32 rows of a tile, as pass A left them. */
 template <class S>
@@ -188,8 +188,8 @@ __device__ __forceinline__ b_tile wait_tile(shared_memory<S> &shared, b_reader<S
                                             bool kept)
 {
     b_tile tile;
-    tile.k = kept ? 0 : reader.wait(shared.b_halves, shared.b_full);
-    tile.v = reader.wait(shared.b_halves, shared.b_full);
+    tile.k = kept ? 0 : reader.wait(shared.b_tiles, shared.b_full);
+    tile.v = reader.wait(shared.b_tiles, shared.b_full);
     return tile;
 }
 
@@ -258,8 +258,8 @@ __device__ __forceinline__ void pass_b(shared_memory<S> &shared, const job &work
                 start_block(shared, tile, block + 1, dot, key_dot);
             } else {
                 if (!kept)
-                    reader.release(shared.b_halves, shared.b_empty, tile.k, at.lane);
-                reader.release(shared.b_halves, shared.b_empty, tile.v, at.lane);
+                    reader.release(shared.b_tiles, shared.b_empty, tile.k, at.lane);
+                reader.release(shared.b_tiles, shared.b_empty, tile.v, at.lane);
                 if (kept) {
                     if (at.lane == 0)
                         mbarrier_arrive(shared_address(&shared.slot_empty[slots.index]));

@@ -135,30 +135,29 @@ __device__ __forceinline__ const unsigned char *query_row(const job &work, uint3
            (row % block.window) * block.q_row_stride;
 }
 
-/* The tiles that a pass reads, as two adjacent halves each. */
+/* The tiles that a pass reads. */
 template <class S, int size> struct tile_reader {
     ring<size> next;
 
     /* Waits for the next tile; its shared address. */
-    __device__ __forceinline__ uint32_t wait(unsigned char (&halves)[size][S::HALF_BYTES],
+    __device__ __forceinline__ uint32_t wait(unsigned char (&tiles)[size][S::TILE_BYTES],
                                              unsigned long long (&full)[size])
     {
-        const uint32_t tile = shared_address(halves[next.index]);
-        for (int h = 0; h < 2; h++)
-            mbarrier_wait(shared_address(&full[next.index + h]), next.parity);
-        next.advance(2);
+        const uint32_t tile = shared_address(tiles[next.index]);
+        mbarrier_wait(shared_address(&full[next.index]), next.parity);
+        next.advance();
         fence_async_proxy();
         return tile;
     }
     /* This warp has read the tile at this address. */
-    __device__ __forceinline__ void release(unsigned char (&halves)[size][S::HALF_BYTES],
+    __device__ __forceinline__ void release(unsigned char (&tiles)[size][S::TILE_BYTES],
                                             unsigned long long (&empty)[size], uint32_t tile,
                                             int lane) const
     {
-        const int first = (tile - shared_address(halves)) / S::HALF_BYTES;
+        const int place = (tile - shared_address(tiles)) / S::TILE_BYTES;
         __syncwarp();
-        if (lane < 2)
-            mbarrier_arrive(shared_address(&empty[first + lane]));
+        if (lane == 0)
+            mbarrier_arrive(shared_address(&empty[place]));
     }
 };
 

@@ -11,7 +11,7 @@
  *   pass B                        .. item s         .. item s + 1
  *
  * Warps, in groups of four: one group runs pass A, one pass B, one merges, one fetches. Keys come
- * in tiles of 64, a tile as two halves.
+ * in tiles of 64, which are copied as two halves.
  *
  *   rows of a unit   rows a thread   logits kept of a chunk's tiles
  *   up to 32         1               14 (all, up to 112K keys)
@@ -43,7 +43,7 @@ namespace dkv_fast
 {
 
 constexpr int TILE = 64; /* keys */
-constexpr int HALF = 32; /* keys that arrive together */
+constexpr int HALF = 32; /* keys that are copied together */
 constexpr int LOG_GROUP_THREADS = 7;
 constexpr int GROUP_THREADS = 1 << LOG_GROUP_THREADS;
 constexpr int THREADS = 4 * GROUP_THREADS;
@@ -76,17 +76,19 @@ template <class element, int head_dim, int rows_per_thread, bool fp8 = false> st
     static constexpr int ROW_BYTES = 2 * head_dim;          /* in a tile */
     static constexpr int EIGHT_BYTES = 8 * ROW_BYTES;       /* eight keys, see fast_place.cuh */
     static constexpr int HALF_BYTES = HALF * ROW_BYTES;
+    static constexpr int TILE_BYTES = TILE * ROW_BYTES;
     static constexpr int SLOT_BYTES = ROWS * TILE * 4;
     static constexpr int OPERAND_BYTES = ROWS * ROW_BYTES;
     static constexpr int SLOTS = rows_per_thread == 1 ? 14 : 5;
-    static constexpr int A_HALVES = 6 * 128 / head_dim;
-    static constexpr int B_HALVES = 4 * 128 / head_dim;
+    static constexpr int A_TILES = 3 * 128 / head_dim; /* on their way and being read */
+    static constexpr int B_TILES = 2 * 128 / head_dim;
+    static constexpr int TILE_ARRIVALS = fp8 ? 64 : 32; /* a half tile is converted at a time */
 
     /* Registers of a thread by role; together what the thread block has at launch. Converting fp8
      * takes some of what 16-bit tiles leave to others. */
-    static constexpr int A_REGISTERS = rows_per_thread == 1 ? 192 : 208;
+    static constexpr int A_REGISTERS = rows_per_thread == 1 ? 184 : 208;
     static constexpr int B_REGISTERS = 152;
-    static constexpr int FETCH_REGISTERS = 56;
+    static constexpr int FETCH_REGISTERS = rows_per_thread == 1 ? 64 : 56;
     static constexpr int MERGE_REGISTERS = 4 * LAUNCH_REGISTERS - A_REGISTERS - B_REGISTERS -
                                            FETCH_REGISTERS;
     static constexpr int MERGE_AHEAD = rows_per_thread == 1 ? 8 : 4; /* partials in flight */
@@ -144,17 +146,17 @@ struct merge_room {
 };
 
 template <class S> struct shared_memory {
-    unsigned char a_halves[S::A_HALVES][S::HALF_BYTES];
-    unsigned char b_halves[S::B_HALVES][S::HALF_BYTES];
+    unsigned char a_tiles[S::A_TILES][S::TILE_BYTES];
+    unsigned char b_tiles[S::B_TILES][S::TILE_BYTES];
     unsigned char slots[S::SLOTS][S::SLOT_BYTES]; /* logits */
     unsigned char query[S::OPERAND_BYTES]; /* for pass B, if there are tiles that are not kept */
     merged<S> rows;
     merge_room merge;
     job jobs[JOBS];
-    unsigned long long a_full[S::A_HALVES];
-    unsigned long long a_empty[S::A_HALVES];
-    unsigned long long b_full[S::B_HALVES];
-    unsigned long long b_empty[S::B_HALVES];
+    unsigned long long a_full[S::A_TILES];
+    unsigned long long a_empty[S::A_TILES];
+    unsigned long long b_full[S::B_TILES];
+    unsigned long long b_empty[S::B_TILES];
     unsigned long long slot_empty[S::SLOTS];
     unsigned long long job_full[JOBS];
     unsigned long long job_empty[JOBS];
