@@ -44,7 +44,6 @@ static enum dkv_status add_cache(struct dkv_transport *t, const struct dropkv_ca
     }
     float *next = cache->floats;
     memcpy(cache->layers, layout->layers, n * sizeof(*cache->layers));
-    cache->transport = t;
     cache->layout = *layout;
     cache->layout.layers = cache->layers;
     cache->layout.head_scales = copy_floats(&next, layout->head_scales, n_scales);
@@ -64,7 +63,7 @@ static enum dkv_status add_stash(struct dkv_transport *t, const struct dropkv_st
     struct dkv_embedded_stash *stash = calloc(1, sizeof(*stash));
     if (stash == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a stash");
-    *stash = (struct dkv_embedded_stash){t->stashes, t, *layout};
+    *stash = (struct dkv_embedded_stash){t->stashes, *layout};
     t->stashes = stash;
     *stash_out = (struct dropkv_stash *)(void *)stash;
     return DKV_OK;

@@ -19,7 +19,6 @@
 
 struct dkv_embedded_cache {
     struct dkv_embedded_cache *next;
-    struct dkv_transport *transport;
     struct dropkv_cache_layout layout; /* over: */
     struct dropkv_layer *layers;
     float *floats;
@@ -27,7 +26,6 @@ struct dkv_embedded_cache {
 
 struct dkv_embedded_stash {
     struct dkv_embedded_stash *next;
-    struct dkv_transport *transport;
     struct dropkv_stash_layout layout;
 };
 

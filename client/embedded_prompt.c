@@ -284,23 +284,39 @@ static enum dkv_status reserve(struct build *b, struct dkv_error *err)
     return DKV_OK;
 }
 
+/* The prompt's cache and stash, if they are ours: what another kind of client made is not looked
+ * into. */
+static enum dkv_status find_objects(const struct dkv_transport *t, struct build *b,
+                                    struct dkv_error *err)
+{
+    const struct dkv_embedded_cache *cache = t->caches;
+    const struct dkv_embedded_stash *stash = t->stashes;
+    while (cache != NULL && (const void *)cache != b->prompt->cache)
+        cache = cache->next;
+    while (stash != NULL && (const void *)stash != b->prompt->stash)
+        stash = stash->next;
+    if (cache == NULL || stash == NULL)
+        return dkv_error_set(err, DKV_E_INVALID, "%s: it belongs to another client",
+                             cache == NULL ? "cache" : "stash");
+    b->cache = &cache->layout;
+    b->stash = &stash->layout;
+    return DKV_OK;
+}
+
 enum dkv_status dkv_embedded_build_prompt(struct dkv_transport *t, struct dkv_embedded_carrier *c,
                                           struct dkv_error *err)
 {
     struct dkv_call *call = &c->job->call;
-    const struct dkv_embedded_cache *cache = (const void *)call->prompt.cache;
-    const struct dkv_embedded_stash *stash = (const void *)call->prompt.stash;
-    if (cache->transport != t || stash->transport != t)
-        return dkv_error_set(err, DKV_E_INVALID, "%s: it belongs to another client",
-                             cache->transport != t ? "cache" : "stash");
-    struct build b = {c, call, &call->prompt, &cache->layout, &stash->layout, NULL};
-    enum dkv_status status = dkv_count_layers(&call->prompt, cache->layout.n_layers, err);
+    struct build b = {.carrier = c, .call = call, .prompt = &call->prompt};
+    enum dkv_status status = find_objects(t, &b, err);
+    if (status == DKV_OK)
+        status = dkv_count_layers(&call->prompt, b.cache->n_layers, err);
     if (status == DKV_OK)
         status = check(&b, err);
     if (status == DKV_OK)
         status = reserve(&b, err);
     if (status == DKV_OK)
-        status = take_defaults(&call->request.params, &cache->layout, err);
+        status = take_defaults(&call->request.params, b.cache, err);
     for (uint32_t i = 0; status == DKV_OK && i < call->prompt.n_layers; i++)
         status = make_layer(&b, i, err);
     if (status != DKV_OK)

@@ -195,12 +195,22 @@ enum dkv_status dkv_ipc_wait(struct dkv_transport *t,
 
 /* ---- the client's calls ---- */
 
+static enum dkv_status check_prompt(const struct dkv_transport *t, struct dropkv_prompt *prompt,
+                                    struct dkv_error *err)
+{
+    const bool has_cache = dkv_ipc_object_has(t, DKV_IPC_CACHE, prompt->cache);
+    if (!has_cache || !dkv_ipc_object_has(t, DKV_IPC_STASH, prompt->stash))
+        return dkv_error_set(err, DKV_E_INVALID, "%s: it belongs to another client",
+                             has_cache ? "stash" : "cache");
+    return dkv_count_layers(prompt, prompt->cache->wire.n_layers, err);
+}
+
 static enum dkv_status ipc_submit(struct dkv_transport *t, struct dkv_job *job,
                                   struct dkv_error *err)
 {
     enum dkv_status status = DKV_OK;
     if (job->call.is_prompt)
-        status = dkv_count_layers(&job->call.prompt, job->call.prompt.cache->wire.n_layers, err);
+        status = check_prompt(t, &job->call.prompt, err);
     if (status == DKV_OK)
         status = dkv_ipc_carrier_add(t, job, err);
     if (status != DKV_OK)

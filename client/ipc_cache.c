@@ -62,7 +62,6 @@ static enum dkv_status new_cache(struct dkv_transport *t, const struct dropkv_ca
     struct dropkv_cache *cache = calloc(1, sizeof(*cache));
     if (cache == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a cache");
-    cache->transport = t;
     cache->wire = (struct dkv_wire_cache){
         .q_heads = layout->q_heads,
         .kv_heads = layout->kv_heads,
@@ -96,7 +95,6 @@ static enum dkv_status new_stash(struct dkv_transport *t, const struct dropkv_st
     struct dropkv_stash *stash = calloc(1, sizeof(*stash));
     if (stash == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a stash");
-    stash->transport = t;
     stash->buffer = layout->buffer;
     stash->wire = (struct dkv_wire_stash){
         .n_slots = layout->n_slots,

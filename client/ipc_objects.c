@@ -32,6 +32,14 @@ void dkv_ipc_object_unlink(struct dkv_transport *t, enum dkv_ipc_kind kind,
     *at = object->next;
 }
 
+bool dkv_ipc_object_has(const struct dkv_transport *t, enum dkv_ipc_kind kind, const void *handle)
+{
+    const struct dkv_ipc_object *object = t->objects[kind];
+    while (object != NULL && object != handle)
+        object = object->next;
+    return object != NULL;
+}
+
 /* Regions, caches and stashes begin with their object. */
 static struct dkv_ipc_region *as_region(struct dkv_ipc_object *object)
 {

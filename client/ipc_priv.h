@@ -83,7 +83,6 @@ struct dkv_ipc_view {
 
 struct dropkv_cache {
     struct dkv_ipc_object object;
-    struct dkv_transport *transport;
     struct dkv_wire_cache wire;
     struct dkv_ipc_view *views; /* [n_layers][key, value] */
     float *floats;              /* the message's bulk */
@@ -91,7 +90,6 @@ struct dropkv_cache {
 
 struct dropkv_stash {
     struct dkv_ipc_object object;
-    struct dkv_transport *transport;
     struct dkv_wire_stash wire;
     const struct dropkv_buffer *buffer;
 };
@@ -227,6 +225,11 @@ void dkv_ipc_object_add(struct dkv_transport *t, enum dkv_ipc_kind kind,
                         struct dkv_ipc_object *object);
 void dkv_ipc_object_unlink(struct dkv_transport *t, enum dkv_ipc_kind kind,
                            struct dkv_ipc_object *object);
+
+/* Whether a public handle is one of ours. It is not looked into: it may be another kind of
+ * client's.
+ */
+bool dkv_ipc_object_has(const struct dkv_transport *t, enum dkv_ipc_kind kind, const void *handle);
 
 /* Sends the message that registers it; takes the bulk, which may be NULL. */
 enum dkv_status dkv_ipc_object_send(struct dkv_transport *t, struct dkv_ipc_object *object,

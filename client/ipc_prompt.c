@@ -5,20 +5,16 @@
 #include <string.h>
 
 /* The number of a cache or stash. */
-static enum dkv_status number_of(const struct dkv_transport *t, const struct dkv_ipc_object *object,
-                                 const struct dkv_transport *owner, const char *what,
-                                 uint32_t *number_out, struct dkv_error *err)
+static enum dkv_status number_of(const struct dkv_ipc_object *object, uint32_t *number_out,
+                                 struct dkv_error *err)
 {
-    if (owner != t)
-        return dkv_error_set(err, DKV_E_INVALID, "%s: it belongs to another client", what);
     if (object->refused)
         return dkv_error_set(err, object->why.status, "%.230s", object->why.text);
     *number_out = object->number;
     return DKV_OK;
 }
 
-static enum dkv_status name_objects(const struct dkv_transport *t,
-                                    const struct dropkv_prompt *prompt, struct dkv_wire_score *wire,
+static enum dkv_status name_objects(const struct dropkv_prompt *prompt, struct dkv_wire_score *wire,
                                     struct dkv_error *err)
 {
     const struct dropkv_cache *cache = prompt->cache;
@@ -26,11 +22,8 @@ static enum dkv_status name_objects(const struct dkv_transport *t,
     if (cache == NULL || stash == NULL)
         return dkv_error_set(err, DKV_E_NOT_FOUND, "%s: it was removed",
                              cache == NULL ? "cache" : "stash");
-    enum dkv_status status = number_of(t, &cache->object, cache->transport, "cache", &wire->cache,
-                                       err);
-    if (status == DKV_OK)
-        status = number_of(t, &stash->object, stash->transport, "stash", &wire->stash, err);
-    return status;
+    const enum dkv_status status = number_of(&cache->object, &wire->cache, err);
+    return status == DKV_OK ? number_of(&stash->object, &wire->stash, err) : status;
 }
 
 static enum dkv_status name_table(const struct dkv_transport *t, const struct dropkv_prompt *prompt,
@@ -145,7 +138,7 @@ enum dkv_status dkv_ipc_put_prompt(struct dkv_transport *t, const struct dkv_cal
         .valid_from = prompt->valid_from,
         .flags = call->request.want_scores ? DKV_WIRE_WANT_SCORES : 0,
     };
-    enum dkv_status status = name_objects(t, prompt, &wire, err);
+    enum dkv_status status = name_objects(prompt, &wire, err);
     if (status == DKV_OK)
         status = name_table(t, prompt, &wire, err);
     if (status == DKV_OK)

@@ -121,6 +121,66 @@ static void the_descriptor_is_readable_while_work_waits(void **state)
     dropkv_client_close(client);
 }
 
+/* A cache, a stash and a prompt of both. */
+static struct dropkv_prompt make_prompt(struct dropkv_client *client,
+                                        const struct dropkv_buffer *buffer)
+{
+    struct dropkv_cache_layout cache = DROPKV_CACHE_LAYOUT_INIT;
+    struct dropkv_stash_layout stash = DROPKV_STASH_LAYOUT_INIT;
+    struct dropkv_prompt prompt = DROPKV_PROMPT_INIT;
+    struct dropkv_layer layer = {{.buffer = buffer, .dtype = DROPKV_FP32, .token_stride = 64}, {0}};
+    struct dropkv_cache *cache_handle;
+    struct dropkv_stash *stash_handle;
+    layer.value = layer.key;
+    cache.q_heads = cache.kv_heads = cache.n_layers = stash.n_layers = stash.n_slots = 1;
+    cache.head_dim = 16;
+    cache.layers = &layer;
+    stash.buffer = buffer;
+    stash.dtype = DROPKV_FP32;
+    stash.n_rows = ROWS;
+    stash.row_stride = 64;
+    assert_int_equal(dropkv_cache_add(client, &cache, &cache_handle, NULL), DROPKV_OK);
+    assert_int_equal(dropkv_stash_add(client, &stash, &stash_handle, NULL), DROPKV_OK);
+    prompt.cache = cache_handle;
+    prompt.stash = stash_handle;
+    prompt.newest_row = ROWS - 1;
+    prompt.q_rows = ROWS;
+    prompt.n_tokens = 20;
+    return prompt;
+}
+
+/* Also where they are of another kind, whose caches are other structures. */
+static void caches_of_other_clients_are_refused(void **state)
+{
+    (void)state;
+    static const char *const endpoints[] = {"embedded:cpu?threads=1", "embedded:cpu?threads=1",
+                                            "unix:///nobody/answers", "unix:///nobody/answers"};
+    enum { N = sizeof(endpoints) / sizeof(endpoints[0]) };
+    struct dropkv_client *clients[N];
+    struct dropkv_prompt prompts[N];
+    struct dropkv_buffer *buffer;
+    assert_int_equal(dropkv_buffer_new(4096, &buffer, NULL), DROPKV_OK);
+    for (int i = 0; i < N; i++) {
+        assert_int_equal(dropkv_client_open(endpoints[i], NULL, &clients[i], NULL), DROPKV_OK);
+        prompts[i] = make_prompt(clients[i], buffer);
+        assert_int_equal(dropkv_submit_prompt(clients[i], &prompts[i], NULL, NULL), DROPKV_OK);
+    }
+    for (int i = 0; i < N * N; i++) {
+        struct dropkv_error error = {0};
+        struct dropkv_prompt mixed = prompts[i / N];
+        mixed.stash = prompts[i % N].stash;
+        for (int k = 0; k < N; k++)
+            if (k != i / N || k != i % N) {
+                assert_int_equal(dropkv_submit_prompt(clients[k], &mixed, NULL, &error),
+                                 DROPKV_E_INVALID);
+                assert_non_null(strstr(error.text, ": it belongs to another client"));
+            }
+    }
+    for (int i = 0; i < N; i++)
+        dropkv_client_close(clients[i]);
+    dropkv_buffer_free(buffer);
+}
+
 /* Which has none of the engine's threads, and shares the descriptor. */
 static void a_child_may_close_its_parents_client(void **state)
 {
@@ -359,6 +419,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_batch_is_its_sequences),
         cmocka_unit_test(the_descriptor_is_readable_while_work_waits),
+        cmocka_unit_test(caches_of_other_clients_are_refused),
         cmocka_unit_test(a_child_may_close_its_parents_client),
         cmocka_unit_test(a_deadline_that_passed_is_not_computed),
         cmocka_unit_test(one_bad_sequence_fails_its_request_alone),
