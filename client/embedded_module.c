@@ -18,21 +18,23 @@ static const char *const beside[] = {"dropkvd/", "", "../kernels/"};
 
 #define N_BESIDE (sizeof(beside) / sizeof(beside[0]))
 
-static void own_directory(char *path_out, size_t bytes)
+/* False: it is not known, and what lies in the working directory is not to be trusted. */
+static bool own_directory(char *path_out, size_t bytes)
 {
     Dl_info info;
-    const bool known = dladdr(beside, &info) != 0 && info.dli_fname != NULL;
-    snprintf(path_out, bytes, "%s", known ? info.dli_fname : "");
-    char *slash = strrchr(path_out, '/');
-    path_out[slash != NULL ? slash + 1 - path_out : 0] = '\0';
+    if (dladdr(beside, &info) == 0 || info.dli_fname == NULL || strchr(info.dli_fname, '/') == NULL)
+        return false;
+    snprintf(path_out, bytes, "%s", info.dli_fname);
+    strrchr(path_out, '/')[1] = '\0';
+    return true;
 }
 
 /* The loader's text says which file it is about. */
 static void *open_module(struct dkv_error *err)
 {
     char own[PATH_MAX], path[PATH_MAX + 64];
-    own_directory(own, sizeof(own));
-    for (size_t i = 0; i < N_BESIDE + 1; i++) {
+    const bool known = own_directory(own, sizeof(own));
+    for (size_t i = known ? 0 : N_BESIDE; i < N_BESIDE + 1; i++) {
         if (i < N_BESIDE)
             snprintf(path, sizeof(path), "%s%s%s", own, beside[i], MODULE_FILE);
         else

@@ -23,29 +23,31 @@ static const char *const beside[] = {"", "cuda/", "kernels/cuda/", "../kernels/c
 
 #define N_BESIDE (sizeof(beside) / sizeof(beside[0]))
 
-/* Leaves a path's directory with a trailing slash; "" if there is none. */
-static void cut_to_directory(char *path)
+/* Leaves a path's directory with a trailing slash. False: there is none. */
+static bool cut_to_directory(char *path)
 {
     char *slash = strrchr(path, '/');
     if (slash != NULL)
         slash[1] = '\0';
-    else
-        path[0] = '\0';
+    return slash != NULL;
 }
 
-static void program_directory(char *path_out, size_t bytes)
+static bool program_directory(char *path_out, size_t bytes)
 {
     const ssize_t length = readlink("/proc/self/exe", path_out, bytes - 1);
     path_out[length > 0 ? length : 0] = '\0';
-    cut_to_directory(path_out);
+    return cut_to_directory(path_out);
 }
 
-static void own_directory(char *path_out, size_t bytes)
+/* Of a program the loader says what it was called by, which may be no path: what lies in the
+ * working directory is not beside it then, and not to be trusted. False: it is not known. */
+static bool own_directory(char *path_out, size_t bytes)
 {
     Dl_info info;
-    const bool known = dladdr(beside, &info) != 0 && info.dli_fname != NULL;
-    snprintf(path_out, bytes, "%s", known ? info.dli_fname : "");
-    cut_to_directory(path_out);
+    if (dladdr(beside, &info) == 0 || info.dli_fname == NULL)
+        return false;
+    snprintf(path_out, bytes, "%s", info.dli_fname);
+    return cut_to_directory(path_out);
 }
 
 /* Why a module did not open: the loader's text without the path it starts with. */
@@ -61,9 +63,11 @@ static const char *loader_reason(void)
 static void *open_module(struct dkv_error *err)
 {
     char program[PATH_MAX], own[PATH_MAX], path[PATH_MAX + 64];
-    program_directory(program, sizeof(program));
-    own_directory(own, sizeof(own));
+    const bool known[2] = {program_directory(program, sizeof(program)),
+                           own_directory(own, sizeof(own))};
     for (size_t i = 0; i < 2 * N_BESIDE + 1; i++) {
+        if (i < 2 * N_BESIDE && !known[i / N_BESIDE])
+            continue;
         if (i < 2 * N_BESIDE)
             snprintf(path, sizeof(path), "%s%s%s", i < N_BESIDE ? program : own,
                      beside[i % N_BESIDE], MODULE_FILE);

@@ -327,6 +327,20 @@ class Failures(Case):
         self.fails(run("score", "-e", "embedded:cpu?threads=0", DUMP), 65, "threads")
 
 
+class WorkingDirectory(Case):
+    def test_it_holds_no_engines(self):
+        """Called by its name alone the program does not take what lies here for what lies beside it."""
+        with tempfile.TemporaryDirectory() as folder:
+            for name in ("dkv-cuda.so", "cuda/dkv-cuda.so", "kernels/cuda/dkv-cuda.so"):
+                os.makedirs(os.path.dirname(os.path.join(folder, name)), exist_ok=True)
+                with open(os.path.join(folder, name), "wb") as file:
+                    file.write(b"planted")
+            done = subprocess.run(["dropkv-client", "info", "-e", "embedded:cuda:1023"], executable=os.path.abspath(CLIENT),
+                                  cwd=folder, capture_output=True, timeout=60)
+            self.assertNotEqual(done.returncode, 0)
+            self.assertNotIn(b"does not load", done.stderr)
+
+
 class Help(Case):
     def test_help_names_every_option_and_parameter(self):
         for arguments in (["--help"], ["help"], ["score", "--help"], ["bench", "--help"], ["info", "--help"],
