@@ -53,17 +53,6 @@ __device__ float top_term(const dkv_cu_block &block, float p, float rest, float 
     return x * x * distance;
 }
 
-/* What row t of a head counts in the reduction over its rows. */
-__device__ float row_weight(const dkv_cu_block &block, uint32_t t)
-{
-    if (block.reduce == DKV_REDUCE_MEAN)
-        return 1.0f / static_cast<float>(block.window);
-    if (block.reduce != DKV_REDUCE_EMA && block.reduce != DKV_REDUCE_EMA_FIRST)
-        return 1.0f;
-    const double alpha = block.ema_alpha;
-    return static_cast<float>(pow(1.0 - alpha, block.window - 1.0 - t) * (t > 0 ? alpha : 1.0));
-}
-
 /* M x for the metric of query head `head`, `x` in shared memory: a warp for each element. Returns
  * the thread's share of its squared length; `out` may be NULL. */
 __device__ float multiply_metric(const dkv_cu_block &block, const dkv_cu_unit &unit, uint32_t head,

@@ -170,28 +170,6 @@ __device__ void store_spread(const dkv_cu_block &block, const dkv_cu_unit &unit,
     }
 }
 
-/* The mean over query heads, if it is one; reduce=mean_seen divides by the rows that see the key.
- */
-__device__ float finish_total(const dkv_cu_block &block, uint32_t key, float total)
-{
-    if (block.gqa == DKV_GQA_MEAN || block.gqa == DKV_GQA_LAYER)
-        total /= static_cast<float>(block.group);
-    if (block.reduce == DKV_REDUCE_MEAN_SEEN)
-        total /= static_cast<float>(min(block.n_valid - key, block.window));
-    return total;
-}
-
-__device__ void store_score(const dkv_cu_block &block, const dkv_cu_unit &unit, uint32_t key,
-                            float total)
-{
-    if (key >= block.n_valid)
-        return;
-    const float score = finish_total(block, key, total);
-    if (!dkv_cu_finite(score))
-        atomicOr(&unit.report->flags, DKV_CU_OVERFLOW);
-    unit.scores[key] = score;
-}
-
 } // namespace
 
 #endif

@@ -201,11 +201,6 @@ __device__ float logit_above(const dkv_cu_block &block, float product, float ref
                              : fmaf(product, block.scale, -reference);
 }
 
-__device__ bool sees(const dkv_cu_block &block, uint32_t row, uint32_t key)
-{
-    return key <= block.n_valid - block.window + row % block.window;
-}
-
 /* One element of a key's value, less the center. */
 __device__ float value_at(const dkv_cu_block &block, const dkv_cu_unit &unit, const float *center,
                           int key, uint32_t dim)

@@ -4,7 +4,7 @@
 #ifndef DKV_KERNELS_CUDA_GENERAL_WORK_CUH
 #define DKV_KERNELS_CUDA_GENERAL_WORK_CUH
 
-#include "kernels/cuda/device.cuh"
+#include "kernels/cuda/rows.cuh"
 
 namespace
 {
@@ -57,11 +57,6 @@ struct layout {
     size_t bytes;
 };
 
-__host__ __device__ inline uint32_t ceil_div(uint32_t a, uint32_t b)
-{
-    return (a + b - 1) / b;
-}
-
 __host__ __device__ inline layout layout_of(const dkv_cu_block &block)
 {
     layout l;
@@ -88,28 +83,6 @@ __host__ __device__ inline layout layout_of(const dkv_cu_block &block)
     l.bytes = l.spread +
               (block.spread ? ceil_div(block.n_valid, tile_keys) * 2 * sizeof(double) : 0);
     return l;
-}
-
-/* The wave's work: item i of a kernel belongs to the last unit whose first item is <= i. */
-struct work_list {
-    const dkv_cu_block *blocks;
-    const dkv_cu_unit *units;
-    const uint32_t *first_item; /* [n_units + 1] */
-    uint32_t n_units;
-};
-
-__device__ uint32_t find_unit(const work_list &work, uint32_t item)
-{
-    uint32_t lo = 0;
-    uint32_t hi = work.n_units;
-    while (hi - lo > 1) {
-        const uint32_t mid = (lo + hi) / 2;
-        if (work.first_item[mid] <= item)
-            lo = mid;
-        else
-            hi = mid;
-    }
-    return lo;
 }
 
 /* True if this block's output is made of rounded probabilities. */

@@ -2,6 +2,7 @@
  * Extreme input is in test_extremes.c.
  *
  * usage: test_nasty [ENGINE] */
+#include "proto/policy.h"
 #include "tests/kernels/nasty.h"
 
 /* ---- not finite ---- */
@@ -48,6 +49,33 @@ static void a_nan_in_the_last_token_is_refused(void **state)
         check_not_finite(all_dtypes[i], DKV_KEY, NAN, 129);
         check_not_finite(all_dtypes[i], DKV_VALUE, NAN, 129);
     }
+}
+
+/* What a policy does not read may be anything. */
+static void a_policy_minds_what_it_reads_and_nothing_else(void **state)
+{
+    static const enum dkv_dtype dtypes[] = {DKV_BF16, DKV_FP32};
+    (void)state;
+    for (int policy = 0; policy < DKV_POLICY_COUNT; policy++)
+        for (int i = 0; i < 2 * 3 && policy != DKV_POLICY_EXTERNAL; i++) {
+            const enum dkv_side side = (enum dkv_side)(i % 3);
+            const bool reads = dkv_policy_info((enum dkv_policy)policy)->reads & 1u << side;
+            struct dkv_case c;
+            struct dkv_case_answer got;
+            make(&c, plain(dtypes[i / 3]), 1);
+            dkv_case_param(&c, "policy", dkv_policy_name((enum dkv_policy)policy));
+            dkv_case_set(&c, side, 1, 7, 37, NAN);
+            if (reads) {
+                const char *const place = side == DKV_QUERY ? "row 7" : "token 7";
+                check_refused(&c, (const char *const[]){"head 1", place, "element 37", NULL});
+            } else {
+                dkv_case_plan(&c);
+                dkv_case_run(&c, &scorer, &got);
+                assert_int_equal(got.status, DKV_OK);
+                dkv_case_answer_fini(&got);
+            }
+            dkv_case_fini(&c);
+        }
 }
 
 static void a_nan_outside_the_window_or_before_valid_from_is_never_seen(void **state)
@@ -383,6 +411,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_nan_is_refused_naming_its_place),
         cmocka_unit_test(an_infinity_is_refused_naming_its_place),
         cmocka_unit_test(a_nan_in_the_last_token_is_refused),
+        cmocka_unit_test(a_policy_minds_what_it_reads_and_nothing_else),
         cmocka_unit_test(a_nan_outside_the_window_or_before_valid_from_is_never_seen),
         cmocka_unit_test(a_masked_token_is_invisible_and_goes_first),
         cmocka_unit_test(masking_all_but_one_token_protects_that_one),
