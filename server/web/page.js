@@ -134,7 +134,7 @@ function showQueue() {
   const values = history.last.values;
   const meters = [
     { name: "Requests accepted", series: "dropkv_queue_requests", limit: "dropkv_queue_limit_requests", text: whole },
-    { name: "Bodies held", series: "dropkv_body_bytes", limit: "dropkv_body_limit_bytes", text: bytes },
+    { name: "Bodies and answers held", series: "dropkv_body_bytes", limit: "dropkv_body_limit_bytes", text: bytes },
   ];
   sync(byId("meters"), meters, (meter) => meter.series, (meter) => make("div", { class: "meter" },
     make("span", {}, meter.name), make("span", {}, make("b"), " of ", make("b")),

@@ -31,7 +31,7 @@ function judge(history, stats) {
   if (valueOf(now, "dropkv_queue_requests") > 0.8 * valueOf(now, "dropkv_queue_limit_requests"))
     warn.push("The queue is filled above 80% of its limit.");
   if (valueOf(now, "dropkv_body_bytes") > 0.9 * valueOf(now, "dropkv_body_limit_bytes"))
-    warn.push("Bodies hold above 90% of the memory they may.");
+    warn.push("Bodies and answers hold above 90% of the memory they may.");
   if (grew("dropkv_log_lines_lost_total") > 0) warn.push("Lines of the log could not be written " + lately + ".");
 
   if (stats.draining)
