@@ -71,7 +71,7 @@ static void hand_out(struct dkv_job *job)
         job->finished_ns = dkv_clock_ns();
     }
     if (job->status == DKV_OK)
-        dkv_job_close_ranks(job);
+        job->status = dkv_job_close_ranks(job, &job->error);
     job->done(job, job->owner); /* the job may be gone now */
     client->n_jobs--;
     dkv_backend_client_free_if_unused(client);

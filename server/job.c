@@ -144,20 +144,38 @@ void dkv_job_answer_by_recency(struct dkv_job *job)
     job->status = DKV_OK;
 }
 
-void dkv_job_close_ranks(struct dkv_job *job)
+/* Turns the counts of a block's heads, the first of which is `head`, into offsets. False: together
+ * they are above its capacity. */
+static bool add_up(const struct dkv_job *job, uint32_t i, uint64_t head)
+{
+    const struct dkv_plan *plan = &job->plans[i];
+    uint64_t room = plan->keep_capacity;
+    for (uint32_t h = 0; h < job->blocks[i].kv_heads; h++, head++) {
+        const uint64_t n = plan->ragged ? (uint32_t)job->offsets[head + 1] : plan->keep_tokens;
+        if (n > room)
+            return false;
+        room -= n;
+        job->offsets[head + 1] = job->offsets[head] + (int32_t)n;
+    }
+    return true;
+}
+
+enum dkv_status dkv_job_close_ranks(struct dkv_job *job, struct dkv_error *err)
 {
     const int32_t *from = job->keep;
     int32_t *to = job->keep;
     uint64_t head = 0;
     if (job->offsets == NULL)
-        return;
+        return DKV_OK;
     job->offsets[0] = 0;
     for (uint32_t i = 0; i < job->request.n_blocks; i++) {
         const uint64_t begin = (uint64_t)job->offsets[head];
-        for (uint32_t h = 0; h < job->blocks[i].kv_heads; h++, head++)
-            job->offsets[head + 1] = job->offsets[head] +
-                                     (job->plans[i].ragged ? job->offsets[head + 1]
-                                                           : (int32_t)job->plans[i].keep_tokens);
+        if (!add_up(job, i, head))
+            return dkv_error_set(err, DKV_E_INTERNAL,
+                                 "block %u: its heads keep more than the %llu indices that they "
+                                 "have room for",
+                                 i, (unsigned long long)job->plans[i].keep_capacity);
+        head += job->blocks[i].kv_heads;
         const uint64_t n = (uint64_t)job->offsets[head] - begin;
         memmove(to, from, n * sizeof(*to));
         to += n;
@@ -168,6 +186,7 @@ void dkv_job_close_ranks(struct dkv_job *job)
         job->scores = memmove(to, job->scores, job->n_scores * sizeof(*job->scores));
     job->offsets = memmove(to + job->n_scores, job->offsets,
                            (job->n_heads + 1) * sizeof(*job->offsets));
+    return DKV_OK;
 }
 
 void dkv_job_release_inputs(struct dkv_job *job)

@@ -119,8 +119,9 @@ struct dkv_job {
 enum dkv_transport dkv_job_transport(const struct dkv_job *job, enum dkv_transport front);
 
 /* The answer is there: turns the heads' counts into offsets and closes the gaps between blocks, so
- * that indices, scores and offsets lie one behind the other. */
-void dkv_job_close_ranks(struct dkv_job *job);
+ * that indices, scores and offsets lie one behind the other. INTERNAL if the counts, which are a
+ * worker's, are more than there was room for. */
+enum dkv_status dkv_job_close_ranks(struct dkv_job *job, struct dkv_error *err);
 
 struct dkv_job *dkv_job_new(struct dkv_arena *arena);
 

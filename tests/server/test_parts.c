@@ -1,9 +1,10 @@
 /* Smaller parts of the daemon: tokens, looking before sleeping, limits of control groups,
- * addresses, phases of a connection. */
+ * addresses, phases of a connection, answers whose heads keep unequal numbers of tokens. */
 #include "server/auth.h"
 #include "server/clock.h"
 #include "server/conn.h"
 #include "server/group_limits.h"
+#include "server/job.h"
 #include "server/listen.h"
 #include "server/spin.h"
 
@@ -307,6 +308,62 @@ static void each_phase_has_its_own_deadline(void **unused)
     assert_int_equal(reason, DKV_REFUSAL_REPLY_TIME);
 }
 
+/* ---- ragged answers ---- */
+
+/* Two blocks of two heads, with room for six indices each, and the heads' counts as a worker left
+ * them. */
+struct ragged {
+    int32_t numbers[2 * 6 + 5];
+    struct dkv_block blocks[2];
+    struct dkv_plan plans[2];
+    struct dkv_job job;
+};
+
+static void make_ragged(struct ragged *r, const int32_t counts[4])
+{
+    *r = (struct ragged){
+        .numbers = {10, 20, 21, 22, 0, 0, 30, 31, 40, 41, 0, 0},
+        .blocks = {{.kv_heads = 2}, {.kv_heads = 2}},
+        .plans = {{.ragged = true, .keep_capacity = 6}, {.ragged = true, .keep_capacity = 6}}};
+    memcpy(r->numbers + 13, counts, 4 * sizeof(*counts));
+    r->job = (struct dkv_job){.request = {.n_blocks = 2},
+                              .blocks = r->blocks,
+                              .plans = r->plans,
+                              .keep = r->numbers,
+                              .n_keep = 12,
+                              .n_heads = 4,
+                              .offsets = r->numbers + 12};
+}
+
+static void heads_of_unequal_lengths_close_ranks(void **unused)
+{
+    static const int32_t counts[] = {1, 3, 2, 2}, offsets[] = {0, 1, 4, 6, 8},
+                         keep[] = {10, 20, 21, 22, 30, 31, 40, 41};
+    struct ragged r;
+    (void)unused;
+    make_ragged(&r, counts);
+    assert_int_equal(dkv_job_close_ranks(&r.job, NULL), DKV_OK);
+    assert_int_equal(r.job.n_keep, 8);
+    assert_memory_equal(r.job.keep, keep, sizeof(keep));
+    assert_ptr_equal(r.job.offsets, r.numbers + 8);
+    assert_memory_equal(r.job.offsets, offsets, sizeof(offsets));
+}
+
+/* A worker that runs wild spoils its own answers and not the front. */
+static void counts_above_the_room_are_an_error(void **unused)
+{
+    static const int32_t counts[][4] = {
+        {4, 3, 2, 2}, {1, 3, 7, 0}, {-1, 3, 2, 2}, {1, 3, 2, INT32_MAX}, {INT32_MIN, 3, 2, 2}};
+    (void)unused;
+    for (size_t i = 0; i < sizeof(counts) / sizeof(counts[0]); i++) {
+        struct ragged r;
+        struct dkv_error err;
+        make_ragged(&r, counts[i]);
+        assert_int_equal(dkv_job_close_ranks(&r.job, &err), DKV_E_INTERNAL);
+        assert_non_null(strstr(err.text, "the 6 indices"));
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -318,6 +375,8 @@ int main(void)
         cmocka_unit_test(the_least_limit_on_the_way_up_counts),
         cmocka_unit_test(addresses_are_loopback_or_not),
         cmocka_unit_test(each_phase_has_its_own_deadline),
+        cmocka_unit_test(heads_of_unequal_lengths_close_ranks),
+        cmocka_unit_test(counts_above_the_room_are_an_error),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
