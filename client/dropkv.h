@@ -191,7 +191,8 @@ DROPKV_API void dropkv_client_close(struct dropkv_client *client);
  * CUDA     works on the caller's stream, in that stream's context; without one on a stream of its
  *          own, in the device's primary context, so that what it is to read must be there before.
  *          dropkv_submit() queues the work behind what the stream holds and returns; nothing waits
- *          for the stream but calls that say so. A request that finds two batches under way waits
+ *          for the stream but calls that say so, and the submission of layers=cake, whose budget is
+ *          dealt out on the host. A request that finds two batches under way waits
  *          for one to end and goes out in a later dropkv_dispatch(), still in the stream's order.
  *          The thread's current device and context are as before after every call.
  * Memory   tensors may lie in the memory of the client's GPU, from any allocator, or the host's;

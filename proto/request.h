@@ -34,11 +34,13 @@ struct dkv_plan {
     uint64_t recent;        /* protected last tokens */
     uint64_t keep_tokens;   /* k, per KV head: 1..n_valid; if ragged the mean that is dealt out */
     uint64_t keep_capacity; /* indices that the answer may have: kv_heads * k unless ragged */
-    bool ragged;            /* heads or layers may keep different numbers of tokens */
-    bool keep_all;          /* the answer is every valid token: score only if scores are wanted */
-    bool general;           /* selection needs more than one head's scores, scores of any sign, or
-                               optional tensors: not for engines that know dkv_select() alone */
-    double scale;           /* of logits, resolved */
+    uint64_t most_tokens; /* that k of a block may become, where a request's blocks share a budget:
+                             n_valid, or max_keep_tokens */
+    bool ragged;          /* heads or layers may keep different numbers of tokens */
+    bool keep_all;        /* the answer is every valid token: score only if scores are wanted */
+    bool general;         /* selection needs more than one head's scores, scores of any sign, or
+                             optional tensors: not for engines that know dkv_select() alone */
+    double scale;         /* of logits, resolved */
     uint64_t k_entry_limit; /* paged: an entry e of the table is in bounds for keys if e < limit */
     uint64_t v_entry_limit;
 };

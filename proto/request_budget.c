@@ -217,7 +217,7 @@ static uint64_t capacity_of(const struct dkv_block *block, const struct share *s
 {
     uint64_t each = plan->keep_tokens;
     if (share->params->layers == DKV_LAYERS_CAKE) /* one layer may take what all have */
-        each = min_u64(share->n,
+        each = min_u64(plan->most_tokens,
                        share->protect + (each - min_u64(each, share->protect)) * plan->n_blocks);
     /* The mix is rounded for each head, and does not take from one head what min_keep, or protected
      * tokens that are masked, give to another: together that is once more the mean at most. */
@@ -283,6 +283,7 @@ enum dkv_status dkv_plan_budget(const struct dkv_block *block, const struct dkv_
     status = settle(&share, budget, &plan->keep_tokens, err);
     if (status != DKV_OK)
         return status;
+    plan->most_tokens = share.cap > plan->keep_tokens ? share.cap : plan->keep_tokens;
     plan->keep_all = plan->keep_tokens == share.n && params->layers != DKV_LAYERS_CAKE;
     plan->sinks = min_u64(plan->sinks, plan->keep_tokens); /* where k does not cover them: ... */
     plan->recent = min_u64(plan->recent, plan->keep_tokens - plan->sinks); /* ... sinks first */

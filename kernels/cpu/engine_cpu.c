@@ -263,8 +263,8 @@ static void choose_layers(struct dkv_engine *engine, struct dkv_item *items, uin
     uint8_t *memory = engine->general.bytes;
     for (uint32_t l = 0; l < n_layers; l++) {
         total += items[l].plan->keep_tokens - protect;
-        if (items[l].plan->n_valid - protect < most)
-            most = items[l].plan->n_valid - protect;
+        if (items[l].plan->most_tokens - protect < most)
+            most = items[l].plan->most_tokens - protect;
     }
     dkv_cake_shares(preferences, n_layers, total, most, shares);
     for (uint32_t l = 0; l < n_layers; l++) {

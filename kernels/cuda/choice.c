@@ -262,8 +262,8 @@ static void deal_layers(const struct dkv_item *items, uint32_t n_layers,
     uint64_t total = 0, most = UINT64_MAX;
     for (uint32_t l = 0; l < n_layers; l++) {
         total += items[l].plan->keep_tokens - protect;
-        if (items[l].plan->n_valid - protect < most)
-            most = items[l].plan->n_valid - protect;
+        if (items[l].plan->most_tokens - protect < most)
+            most = items[l].plan->most_tokens - protect;
         preferences[l] = preference_of(items[l].params, &layers[l]);
     }
     dkv_cake_shares(preferences, n_layers, total, most, shares);

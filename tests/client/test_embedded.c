@@ -320,6 +320,35 @@ static void each_query_head_has_its_scale(void **state)
     dropkv_client_close(client);
 }
 
+/* layers=cake moves budget from layer to layer, but to none more than was promised. */
+static void a_layer_gets_no_more_than_max_keep_tokens(void **state)
+{
+    enum { KEEP = 40, MOST = 46, LAYERS = 6 };
+    (void)state;
+    struct dropkv_client *client = open_client();
+    for (int capped = 0; capped < 2; capped++) {
+        const struct dropkv_param cake[] = {
+            dropkv_text("policy", "cake"), dropkv_text("layers", "cake"), dropkv_real("tau2", 0.1),
+            dropkv_int("keep_tokens", KEEP), dropkv_int("max_keep_tokens", capped ? MOST : TOKENS)};
+        struct dropkv_request r = make_request(LAYERS);
+        r.params = cake;
+        r.n_params = sizeof(cake) / sizeof(cake[0]);
+        struct dropkv_result *result = score(client, &r);
+        int32_t largest = 0;
+        for (int h = 0; h < LAYERS * KV_HEADS; h++) {
+            const int32_t n = result->keep_offsets[h + 1] - result->keep_offsets[h];
+            largest = n > largest ? n : largest;
+        }
+        assert_int_equal(result->keep_offsets[LAYERS * KV_HEADS], LAYERS * KV_HEADS * KEEP);
+        if (capped)
+            assert_int_equal(largest, MOST);
+        else
+            assert_true(largest > MOST); /* or the cap has nothing to do */
+        dropkv_result_free(result);
+    }
+    dropkv_client_close(client);
+}
+
 static void addresses_are_checked(void **state)
 {
     (void)state;
@@ -425,6 +454,7 @@ int main(void)
         cmocka_unit_test(one_bad_sequence_fails_its_request_alone),
         cmocka_unit_test(small_vectors_are_copied),
         cmocka_unit_test(each_query_head_has_its_scale),
+        cmocka_unit_test(a_layer_gets_no_more_than_max_keep_tokens),
         cmocka_unit_test(addresses_are_checked),
         cmocka_unit_test(synthetic_elements_are_rounded_to_nearest),
         cmocka_unit_test(synthetic_elements_are_normal),
