@@ -90,6 +90,12 @@ static void count_outputs(struct dkv_job *job)
     job->n_tokens = job->blocks[0].n_tokens;
 }
 
+/* The arena's range is touched, not just reserved: by a worker, or for an answer by recency. */
+static bool answers_in_arena(const struct dkv_job *job)
+{
+    return job->target == NULL || job->request.params.on_overload == DKV_OVERLOAD_RECENCY;
+}
+
 enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct dkv_error *err)
 {
     count_outputs(job);
@@ -101,7 +107,7 @@ enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct 
     if (n_bytes > max_bytes)
         return dkv_error_set(err, DKV_E_TOO_LARGE, "reply: %llu bytes are above %llu",
                              (unsigned long long)n_bytes, (unsigned long long)max_bytes);
-    const enum dkv_status status = dkv_job_charge(job, n_bytes, err);
+    const enum dkv_status status = dkv_job_charge(job, answers_in_arena(job) ? n_bytes : 0, err);
     if (status != DKV_OK)
         return status;
     job->keep = dkv_arena_alloc(job->arena, n_bytes + 1);

@@ -152,18 +152,21 @@ class Socket(unittest.TestCase):
             daemon.wait_for_metric(HELD, lambda v: v == 0)
             self.assertEqual(client.ask(wire.SCORE_BLOCKS, ask(tokens)).kind, wire.RESULT)
 
-    def test_an_answer_above_the_share_is_too_large(self):
+    def test_an_answer_above_the_share_is_too_large_but_not_in_the_clients_own_memory(self):
         query, cache = 8 * 8 * 4, 20000 * 8 * 4
         with SocketDaemon(DROPKVD, "--max-client-bytes", "64KiB", "--max-body-bytes", "64KiB", "--max-json-bytes",
                           "64KiB") as daemon, wire.Client(daemon.path) as client, \
-                wire.Memory(query + 2 * cache) as memory:
+                wire.Memory(query + 2 * cache) as memory, wire.Memory(80064) as place:
             number = client.add_memfd(memory.fd, query + 2 * cache)
+            output = client.add_memfd(place.fd, 80064, writable=1)
             block = wire.block([wire.view(number, 0, 32, 256), wire.view(number, query, 32, cache),
                                 wire.view(number, query + cache, 32, cache)], q_heads=1, tokens=20000)
             params = wire.integer(wire.WINDOW, 8) + wire.integer(wire.KEEP_TOKENS, 16)
             status, text = client.ask(wire.SCORE_BLOCKS, wire.score_blocks([block], params, flags=1)).error()
             self.assertEqual((status, text), (
                 wire.TOO_LARGE, "request: body and answer take 80064 bytes, one client may hold 65536"))
+            there = wire.score_blocks([block], params, flags=1, output=(output, 0, 80064))
+            self.assertEqual(client.ask(wire.SCORE_BLOCKS, there).kind, wire.RESULT)
 
 
 if __name__ == "__main__":
