@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define DKV_ENGINE_ABI 4u
+#define DKV_ENGINE_ABI 5u
 
 /* One block of a batch.
  *
