@@ -1,12 +1,14 @@
-/* Checks the fast scorer against float64 on the device, then times it beside a plain read of the
- * same bytes.
+/* Checks the scorers that use the tensor cores against float64 on the device, then times them
+ * beside a plain read of the same bytes.
  *
  *   bench_fast [check|time|all] [substring of a case's name] [launches that a check compares, 2]
+ *              [scorer]
  *
  * check_fast_shaken is the same with a scorer whose threads are now and then late on purpose
  * (may_be_late() in kernels/cuda/fast_ptx.cuh): it finds hand-overs that rely on being quick.
  *
- * It drives the scorer through the table the engine uses (kernels/cuda/plan.h), with fresh random
+ * It drives a scorer through the table the engine uses (kernels/cuda/plan.h): the first that takes
+ * the case, or the one that is named, which skips what it does not take. Each case has fresh random
  * data, outputs poisoned before each check, and buffers that rotate through more than the L2 cache.
  * Times are medians of event-timed launches, microseconds. Exit: 0 good, 1 wrong, 77 no device.
  */
@@ -19,6 +21,7 @@
 
 #include "kernels/cuda/device.cuh"
 
+extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream;
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_fast;
 
 #define CHECK(call)                                                                \
@@ -33,6 +36,8 @@ extern "C" const struct dkv_cu_scorer dkv_cu_scorer_fast;
 
 namespace
 {
+
+const struct dkv_cu_scorer *const scorers[] = {&dkv_cu_scorer_stream, &dkv_cu_scorer_fast};
 
 enum layout { DENSE, PAGE16, PAGE1 };
 enum pattern { FLAT, PEAKED, OFFSET, SINK, SAME_VALUES };
@@ -58,6 +63,9 @@ const shape_case cases[] = {
     {"8 x 16K", 16384, 32, 8, 8, 128, 8, DKV_BF16, DENSE, FLAT, 0, false, true},
     {"qwen 128K", 131072, 28, 4, 8, 128, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
     {"window 32 64K", 65536, 32, 8, 32, 128, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"window 32 4K", 4096, 32, 8, 32, 128, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"window 32 32 x 4K", 4096, 32, 8, 32, 128, 32, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"window 32 page 16", 65536, 32, 8, 32, 128, 1, DKV_BF16, PAGE16, FLAT, 0, false, true},
     {"page 16 64K", 65536, 32, 8, 8, 128, 1, DKV_BF16, PAGE16, FLAT, 0, false, true},
     {"page 1 64K", 65536, 32, 8, 8, 128, 1, DKV_BF16, PAGE1, FLAT, 0, false, true},
     {"fp16 64K", 65536, 32, 8, 8, 128, 1, DKV_FP16, DENSE, FLAT, 0, false, true},
@@ -81,6 +89,14 @@ const shape_case cases[] = {
     {"n 65", 65, 8, 8, 8, 128, 3, DKV_BF16, DENSE, PEAKED, 0, false, false},
     {"n 513", 513, 28, 4, 8, 128, 3, DKV_BF16, PAGE16, PEAKED, 0, false, false},
     {"window 32", 3333, 32, 8, 32, 128, 2, DKV_BF16, PAGE1, PEAKED, 0, false, false},
+    {"window 32 fp16", 5000, 32, 8, 32, 128, 2, DKV_FP16, DENSE, PEAKED, 0, false, false},
+    {"window 32 sink", 70001, 32, 8, 32, 128, 1, DKV_BF16, DENSE, SINK, 0, false, false},
+    {"window 32 same", 2000, 32, 8, 32, 128, 1, DKV_BF16, DENSE, SAME_VALUES, 0, false, false},
+    {"window 32 capped", 3000, 32, 8, 32, 128, 1, DKV_BF16, PAGE16, PEAKED, 5.0f, true, false},
+    {"window 32 offset", 4097, 24, 8, 32, 128, 1, DKV_FP16, DENSE, OFFSET, 0, false, false},
+    {"window 32 n 33", 33, 32, 8, 32, 128, 3, DKV_BF16, DENSE, PEAKED, 0, false, false},
+    {"window 32 dim 64", 1999, 24, 8, 32, 64, 2, DKV_BF16, PAGE16, PEAKED, 0, false, false},
+    {"window 60 300 rows", 9000, 10, 2, 60, 128, 2, DKV_BF16, DENSE, PEAKED, 0, false, false},
     {"e5m2 peaked", 5000, 32, 8, 8, 128, 2, DKV_F8_E5M2, DENSE, PEAKED, 0, false, false},
     {"fp8 sink", 3000, 32, 8, 8, 128, 1, DKV_F8_E4M3, PAGE1, SINK, 0, false, false},
     {"fp8 same values", 2000, 28, 4, 8, 128, 1, DKV_F8_E4M3, DENSE, SAME_VALUES, 0, false, false},
@@ -299,6 +315,7 @@ __global__ void read_once(const uint4 *from, size_t n, unsigned *out)
 
 /* One set of inputs and everything a launch of it needs. */
 struct batch {
+    const struct dkv_cu_scorer *scorer;
     struct dkv_cu_wave wave;
     std::vector<dkv_cu_block> blocks;
     std::vector<dkv_cu_unit> units;
@@ -364,8 +381,42 @@ void make_rows(const shape_case &c, dkv_cu_rows *rows, const int *table)
     }
 }
 
-void make_batch(const shape_case &c, const struct dkv_cu_device *device, uint32_t seed, batch *b)
+/* The description of one block of a case. */
+struct dkv_cu_block describe(const shape_case &c, const int *table)
 {
+    struct dkv_cu_block block;
+    memset(&block, 0, sizeof(block));
+    make_rows(c, &block.k, table);
+    make_rows(c, &block.v, table);
+    block.q_row_stride = 2 * c.dim;
+    block.q_head_stride = 2 * c.dim * c.window;
+    block.q_dtype = is_fp8(c) ? static_cast<uint32_t>(DKV_BF16) : c.dtype;
+    block.q_scale = 1.0f;
+    block.q_align = 16;
+    block.group = c.q_heads / c.kv_heads;
+    block.window = std::min(c.window, c.n);
+    block.head_dim = block.v_dim = c.dim;
+    block.n_valid = c.n;
+    block.scale = 1.0f / sqrtf(static_cast<float>(c.dim));
+    block.softcap = c.softcap;
+    return block;
+}
+
+const struct dkv_cu_scorer *scorer_of(const shape_case &c, const struct dkv_cu_device *device,
+                                      const char *name)
+{
+    const struct dkv_cu_block block = describe(c, nullptr);
+    for (const struct dkv_cu_scorer *scorer : scorers) {
+        if (scorer->takes(device, &block) && (!name || strcmp(name, scorer->name) == 0))
+            return scorer;
+    }
+    return nullptr;
+}
+
+void make_batch(const shape_case &c, const struct dkv_cu_device *device,
+                const struct dkv_cu_scorer *scorer, uint32_t seed, batch *b)
+{
+    b->scorer = scorer;
     const uint32_t n_pad = align_up(c.n, 16);
     const size_t side = static_cast<size_t>(n_pad) * c.kv_heads * c.dim; /* elements of K */
     const size_t side_bytes = side * cache_bytes(c);
@@ -407,25 +458,7 @@ void make_batch(const shape_case &c, const struct dkv_cu_device *device, uint32_
     std::vector<dkv_cu_report> reports(c.blocks * c.kv_heads, {~0ull, ~0ull, ~0ull, 0, 0});
     dkv_cu_report *report = b->upload(reports);
     for (uint32_t i = 0; i < c.blocks; i++) {
-        dkv_cu_block block;
-        memset(&block, 0, sizeof(block));
-        make_rows(c, &block.k, table);
-        make_rows(c, &block.v, table);
-        block.q_row_stride = 2 * c.dim;
-        block.q_head_stride = 2 * c.dim * c.window;
-        block.q_dtype = q_dtype;
-        block.q_scale = 1.0f;
-        block.q_align = 16;
-        block.group = group;
-        block.window = std::min(c.window, c.n);
-        block.head_dim = block.v_dim = c.dim;
-        block.n_valid = c.n;
-        block.scale = 1.0f / sqrtf(static_cast<float>(c.dim));
-        block.softcap = c.softcap;
-        if (!dkv_cu_scorer_fast.takes(device, &block)) {
-            printf("%s: not a block for this scorer\n", c.name);
-            exit(1);
-        }
+        const struct dkv_cu_block block = describe(c, table);
         b->blocks.push_back(block);
         for (uint32_t h = 0; h < c.kv_heads; h++) {
             dkv_cu_unit unit;
@@ -442,7 +475,7 @@ void make_batch(const shape_case &c, const struct dkv_cu_device *device, uint32_
             unit.sink_logits = sink_logits ? sink_logits + h * group : nullptr;
             unit.scores = b->scores + static_cast<size_t>(index) * n_pad;
             unit.exponent = exponent + index;
-            unit.work = b->alloc<unsigned char>(dkv_cu_scorer_fast.unit_bytes(&block));
+            unit.work = b->alloc<unsigned char>(scorer->unit_bytes(&block));
             unit.report = report + index;
             unit.k_scale = is_fp8(c) ? 0.75f : 1.0f;
             unit.v_scale = is_fp8(c) ? 1.7f : 1.0f;
@@ -458,10 +491,11 @@ void make_batch(const shape_case &c, const struct dkv_cu_device *device, uint32_
     b->wave.n_units = static_cast<uint32_t>(b->units.size());
     b->wave.blocks = b->upload(b->blocks);
     b->wave.units = b->upload(b->units);
-    b->wave.shared = b->alloc<unsigned char>(dkv_cu_scorer_fast.shared_bytes(device));
-    b->extra_host.resize(dkv_cu_scorer_fast.extra_bytes(device, &b->wave, 0, b->wave.n_units));
+    b->wave.shared = b->alloc<unsigned char>(scorer->shared_bytes ? scorer->shared_bytes(device)
+                                                                  : 0);
+    b->extra_host.resize(scorer->extra_bytes(device, &b->wave, 0, b->wave.n_units));
     b->extra = b->alloc<unsigned char>(b->extra_host.size());
-    dkv_cu_scorer_fast.fill(device, &b->wave, 0, b->wave.n_units, b->extra_host.data());
+    scorer->fill(device, &b->wave, 0, b->wave.n_units, b->extra_host.data());
     if (c.pattern == SINK)
         plant_sink<<<b->wave.n_units, c.dim>>>(b->wave.blocks, b->wave.units, c.n > 1 ? 1 : 0,
                                                10.0f / c.window);
@@ -476,8 +510,8 @@ void upload_extra(batch *b)
 
 void launch(const struct dkv_cu_device *device, batch *b)
 {
-    CHECK(dkv_cu_scorer_fast.launch(device, &b->wave, 0, b->wave.n_units, b->extra_host.data(),
-                                    b->extra, 0));
+    CHECK(
+        b->scorer->launch(device, &b->wave, 0, b->wave.n_units, b->extra_host.data(), b->extra, 0));
 }
 
 /* Relative errors of one unit's scores; false if they are beyond what docs/numerics.md allows. */
@@ -526,10 +560,11 @@ bool compare_unit(const shape_case &c, batch *b, uint32_t u)
     return good;
 }
 
-bool check(const shape_case &c, const struct dkv_cu_device *device, int launches)
+bool check(const shape_case &c, const struct dkv_cu_device *device,
+           const struct dkv_cu_scorer *scorer, int launches)
 {
     batch b;
-    make_batch(c, device, 4242, &b);
+    make_batch(c, device, scorer, 4242, &b);
     const size_t n_scores = static_cast<size_t>(align_up(c.n, 16)) * c.kv_heads * c.blocks;
     std::vector<float> first(n_scores);
     std::vector<float> next(n_scores);
@@ -590,14 +625,15 @@ float elapsed_us(cudaEvent_t start, cudaEvent_t stop)
     return 1000.0f * ms;
 }
 
-void time_case(const shape_case &c, const struct dkv_cu_device *device)
+void time_case(const shape_case &c, const struct dkv_cu_device *device,
+               const struct dkv_cu_scorer *scorer)
 {
     const size_t bytes = static_cast<size_t>(c.n) * c.kv_heads * c.dim * 2 * cache_bytes(c) *
                          c.blocks;
     const int sets = static_cast<int>(std::min<size_t>(16, std::max<size_t>(3, 400000000 / bytes)));
     std::vector<batch> batches(sets);
     for (int i = 0; i < sets; i++)
-        make_batch(c, device, 1000 * i, &batches[i]);
+        make_batch(c, device, scorer, 1000 * i, &batches[i]);
     unsigned *out = batches[0].alloc<unsigned>(1);
     const float once = median_us([&](int i, cudaEvent_t start, cudaEvent_t stop) {
         const batch &b = batches[i % sets];
@@ -615,8 +651,8 @@ void time_case(const shape_case &c, const struct dkv_cu_device *device)
         CHECK(cudaEventRecord(stop));
         return elapsed_us(start, stop);
     });
-    printf("%-16s scores %7.1f us   read once %7.1f us   ratio %.2f\n", c.name, ours, once,
-           ours / once);
+    printf("%-16s %-6s scores %7.1f us   read once %7.1f us   ratio %.2f\n", c.name, scorer->name,
+           ours, once, ours / once);
     fflush(stdout);
 }
 
@@ -639,15 +675,19 @@ int main(int argc, char **argv)
     device.minor = properties.minor;
     device.multiprocessors = properties.multiProcessorCount;
     device.shared_bytes_max = static_cast<int>(properties.sharedMemPerBlockOptin);
-    CHECK(dkv_cu_scorer_fast.prepare(&device));
+    for (const struct dkv_cu_scorer *scorer : scorers)
+        CHECK(scorer->prepare(&device));
+    const char *name = argc > 4 ? argv[4] : nullptr;
     bool good = true;
     for (const shape_case &c : cases) {
-        if (strstr(c.name, filter) && strcmp(what, "time") != 0)
-            good &= check(c, &device, launches);
+        const struct dkv_cu_scorer *scorer = scorer_of(c, &device, name);
+        if (scorer && strstr(c.name, filter) && strcmp(what, "time") != 0)
+            good &= check(c, &device, scorer, launches);
     }
     for (const shape_case &c : cases) {
-        if (strstr(c.name, filter) && c.timed && strcmp(what, "check") != 0)
-            time_case(c, &device);
+        const struct dkv_cu_scorer *scorer = scorer_of(c, &device, name);
+        if (scorer && strstr(c.name, filter) && c.timed && strcmp(what, "check") != 0)
+            time_case(c, &device, scorer);
     }
     printf(good ? "all good\n" : "WRONG\n");
     return good ? 0 : 1;

@@ -1,0 +1,255 @@
+/* Pass A of the stream scorer: softmax partials of chunks of keys, and |v|^2 of every key. */
+#ifndef DKV_KERNELS_CUDA_STREAM_PASS_A_CUH
+#define DKV_KERNELS_CUDA_STREAM_PASS_A_CUH
+
+#include "kernels/cuda/stream_rows.cuh"
+
+namespace dkv_stream
+{
+
+/* A group's part of pass A. */
+template <class S> struct group_a {
+    shared_a<S> &shared;
+    place<S> at;
+    int first_row; /* of the group */
+    tile_pair<S> now;
+    uint32_t q[S::K_STEPS][4];
+    float z[8][4];
+    row_sums<S> rows;
+    weight_operand<S> weights; /* of the tile before */
+
+    __device__ __forceinline__ group_a(shared_a<S> &in, int group, int thread)
+        : shared(in), at(thread), first_row(64 * group)
+    {
+    }
+
+    /* Logits of a tile in octaves / factor; true if one is -inf (+inf and NaN show in the sums). */
+    __device__ __forceinline__ bool make_logits(const job &work, const logit_rule &rule, bool plain,
+                                                int first_key)
+    {
+        float lowest[4] = {};
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                lowest[c] = fminf(lowest[c], z[j][c]);
+        if (!plain)
+            rule.apply<8, 4>(z);
+        if (first_key + TILE > rule.open_keys)
+            hide_keys_of(work, first_row, at, first_key, z);
+        return fminf(fminf(lowest[0], lowest[1]), fminf(lowest[2], lowest[3])) == -INFINITY;
+    }
+
+    /* The tile `now`, while the tensor cores multiply the values of the one before. */
+    __device__ __forceinline__ bool step(const job &work, const logit_rule &rule,
+                                         const logit_factor &logits, int first_key,
+                                         const tile_pair<S> &before, bool is_first)
+    {
+        mbarrier_wait_both(now.keys_full(shared), now.at.parity, before.values_full(shared),
+                           before.at.parity);
+        fence_async_proxy();
+        start_row_dots<S>(z, q, now.keys(shared));
+        weights.start_product(rows.output, before.values(shared));
+        warpgroup_wait<1>();
+        hold(z);
+        now.release_keys(shared, at.lane);
+        const bool overflows = make_logits(work, rule, logits.plain, first_key);
+        tile_weights<S> tile;
+        tile.set(z, logits.factor, rows.base);
+        const bool much[2] = {!(tile.sum[0] <= MUCH * S::WEIGHT_ONE),
+                              !(tile.sum[1] <= MUCH * S::WEIGHT_ONE)};
+        if (__any_sync(~0u, much[0] || much[1])) {
+            warpgroup_wait<0>();
+            hold(rows.output);
+            raise_rows<S>(rows, z, logits.factor, much, work, first_key, at.t);
+            tile.set(z, logits.factor, rows.base);
+        }
+        /* Behind a branch that needs the weights, or the compiler would compute them behind this.
+         */
+        warpgroup_wait<0>();
+        hold(rows.output);
+        if (!is_first)
+            before.release_values(shared, at.lane);
+        rows.sum[0] += tile.sum[0];
+        rows.sum[1] += tile.sum[1];
+        weights.set(tile.w);
+        return overflows;
+    }
+
+    /* The chunk `work`; at the end q is the next one's. */
+    __device__ __forceinline__ void run(const job &work, job_ring &items, uint32_t next_turn,
+                                        uint32_t turns)
+    {
+        const logit_rule rule(work);
+        const logit_factor logits(rule);
+        const int tiles = item_tiles(work);
+        bool overflows = false;
+        rows.clear();
+        /* The first tile has no other before it: its own values by weights of 0. */
+        tile_pair<S> before = now;
+        weights.clear();
+#pragma unroll 1
+        for (int tile = 0; tile < tiles; tile++) {
+            overflows |= step(work, rule, logits, item_first_key(work.item) + tile * TILE, before,
+                              tile == 0);
+            before = now;
+            now.advance();
+        }
+        mbarrier_wait(before.values_full(shared), before.at.parity);
+        fence_async_proxy();
+        weights.start_product(rows.output, before.values(shared));
+        warpgroup_wait<0>();
+        hold(rows.output);
+        before.release_values(shared, at.lane);
+        load_next_query(items, next_turn, turns);
+        if (overflows)
+            atomicOr(&work.unit.report->flags, DKV_CU_RETRY);
+        store_rows(rows, work, first_row, at,
+                   partials_of<S>(work) + work.item.chunk * static_cast<size_t>(S::PARTIAL_BYTES));
+    }
+
+    /* The query of the next item, while nobody waits for it yet. */
+    __device__ __forceinline__ void load_next_query(job_ring &items, uint32_t next_turn,
+                                                    uint32_t turns)
+    {
+        if (next_turn >= turns)
+            return;
+        const job &next = item_wait(items, next_turn);
+        if (next.item.chunks != 0)
+            load_rows_of_query(next, first_row, at, q);
+    }
+};
+
+template <class S>
+__device__ __forceinline__ void run_group_a(shared_a<S> &shared, const stream_args &args, int group,
+                                            int thread)
+{
+    group_a<S> work(shared, group, thread);
+#pragma unroll
+    for (int k = 0; k < S::K_STEPS; k++)
+#pragma unroll
+        for (int c = 0; c < 4; c++)
+            work.q[k][c] = 0;
+    work.load_next_query(shared.items, 0, args.turns);
+    for (uint32_t turn = 0; turn < args.turns; turn++) {
+        const job &item = item_wait(shared.items, turn);
+        if (item.item.chunks != 0)
+            work.run(item, shared.items, turn + 1, args.turns);
+        else
+            work.load_next_query(shared.items, turn + 1, args.turns);
+        item_release(shared.items, turn, work.at.lane);
+    }
+}
+
+/* Adds up `count` numbers of each lane over two lanes that the bit `bit` tells apart: each keeps
+ * the sums of one half of them. */
+template <int count> __device__ __forceinline__ void fold(float *x, int bit, int lane)
+{
+    const bool upper = lane & bit;
+#pragma unroll
+    for (int i = 0; i < count / 2; i++) {
+        const float mine = upper ? x[count / 2 + i] : x[i];
+        const float other = upper ? x[i] : x[count / 2 + i];
+        x[i] = mine + __shfl_xor_sync(~0u, other, bit);
+    }
+}
+
+/* |v|^2 of half a tile, by one warp: lane / 8 is a key of four, lane % 8 sixteen bytes of it. */
+template <class S>
+__device__ __forceinline__ void sum_half_squares(uint32_t half, float *to, int lane)
+{
+    const uint32_t from = half + (lane / 8) * 128 + lane % 8 * 16;
+    float sums[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) { /* keys 4i and up */
+        float x = 0.0f;
+        float y = 0.0f;
+#pragma unroll
+        for (int block = 0; block < S::DIM / 64; block++) {
+            uint32_t words[4];
+            load_shared(from + i / 2 * S::EIGHT_BYTES + i % 2 * 512 + block * 1024, words);
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                const float2 v = unpack<typename S::type>(words[w]);
+                x = fmaf(v.x, v.x, x);
+                y = fmaf(v.y, v.y, y);
+            }
+        }
+        sums[i] = x + y;
+    }
+    fold<8>(sums, 4, lane);
+    fold<4>(sums, 2, lane);
+    fold<2>(sums, 1, lane);
+    to[4 * (lane % 8) + lane / 8] = sums[0];
+}
+
+/* Leaves |v|^2 of the keys of half of each tile for pass B; two warps do. */
+template <class S>
+__device__ __forceinline__ void sum_squares_of(shared_a<S> &shared, const job &work, int half,
+                                               tile_pair<S> &now, int lane)
+{
+    const int tiles = work.item.chunks ? item_tiles(work) : 0;
+    float *to = squares_of<S>(work) + item_first_key(work.item) + HALF * half;
+    for (int tile = 0; tile < tiles; tile++) {
+        mbarrier_wait(now.values_full(shared), now.at.parity);
+        if (work.item.row_group == 0)
+            sum_half_squares<S>(now.values(shared) + half * S::HALF_BYTES, to + TILE * tile, lane);
+        now.release_values(shared, lane);
+        now.advance();
+    }
+}
+
+/* Empty except for sm_90a. */
+template <class S>
+__global__ void __launch_bounds__(STREAM_THREADS, 1)
+    stream_a(const __grid_constant__ stream_args args)
+{
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    griddepcontrol_launch();
+    extern __shared__ __align__(1024) unsigned char shared_bytes[];
+    shared_a<S> &shared = *reinterpret_cast<shared_a<S> *>(shared_bytes);
+    if (threadIdx.x == 0) {
+        init_tiles(shared.tiles, 1, 4 * GROUPS, 2);
+        init_items(shared.items, 4 * GROUPS + 4);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    const int group = threadIdx.x / GROUP_THREADS;
+    if (group < GROUPS) {
+        registers_set<COMPUTE_REGISTERS, STREAM_LAUNCH_REGISTERS>();
+        run_group_a<S>(shared, args, group, thread_in_group());
+    } else {
+        registers_set<LOAD_REGISTERS, STREAM_LAUNCH_REGISTERS>();
+        const int thread = thread_in_group();
+        const int lane = thread & 31;
+        if (thread < 64) {
+            tile_stream<S, S::TILES> stream(shared.places, shared.tiles.full, shared.tiles.empty,
+                                            lane);
+            const uint64_t policy = policy_normal();
+            if (thread >= 32)
+                stream.next.advance();
+            for (uint32_t turn = 0; turn < args.turns; turn++) {
+                const job &work = item_wait(shared.items, turn);
+                const int tiles = work.item.chunks ? item_tiles(work) : 0;
+                fetch_tiles<S>(stream, work, thread < 32, tiles, policy, lane);
+                item_release(shared.items, turn, lane);
+            }
+        } else {
+            tile_pair<S> now;
+            if (thread < 96)
+                load_item(shared.items, args, 0, lane);
+            for (uint32_t turn = 0; turn < args.turns; turn++) {
+                if (thread < 96)
+                    load_item(shared.items, args, turn + 1, lane);
+                sum_squares_of<S>(shared, item_wait(shared.items, turn), thread / 32 - 2, now,
+                                  lane);
+                item_release(shared.items, turn, lane);
+            }
+        }
+    }
+#endif
+}
+
+} // namespace dkv_stream
+
+#endif

@@ -1,0 +1,86 @@
+/* Instructions of the stream scorer beyond those of the fast one. */
+#ifndef DKV_KERNELS_CUDA_STREAM_PTX_CUH
+#define DKV_KERNELS_CUDA_STREAM_PTX_CUH
+
+#include "kernels/cuda/fast_ptx.cuh"
+
+namespace dkv_stream
+{
+
+using namespace dkv_fast;
+
+/* c = a * b as warpgroup_mma() with `adds` 0, for 64 columns; what c was is no input, so that the
+ * compiler need not keep it. */
+template <class type>
+__device__ __forceinline__ void warpgroup_mma_first(float (&c)[8][4], const uint32_t (&a)[4],
+                                                    uint64_t b)
+{
+    if constexpr (std::is_same<type, fp16_type>::value)
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
+                     "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
+                     "%28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+                     : "=f"(c[0][0]), "=f"(c[0][1]), "=f"(c[0][2]), "=f"(c[0][3]), "=f"(c[1][0]),
+                       "=f"(c[1][1]), "=f"(c[1][2]), "=f"(c[1][3]), "=f"(c[2][0]), "=f"(c[2][1]),
+                       "=f"(c[2][2]), "=f"(c[2][3]), "=f"(c[3][0]), "=f"(c[3][1]), "=f"(c[3][2]),
+                       "=f"(c[3][3]), "=f"(c[4][0]), "=f"(c[4][1]), "=f"(c[4][2]), "=f"(c[4][3]),
+                       "=f"(c[5][0]), "=f"(c[5][1]), "=f"(c[5][2]), "=f"(c[5][3]), "=f"(c[6][0]),
+                       "=f"(c[6][1]), "=f"(c[6][2]), "=f"(c[6][3]), "=f"(c[7][0]), "=f"(c[7][1]),
+                       "=f"(c[7][2]), "=f"(c[7][3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+    else
+        asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
+                     "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+                     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, "
+                     "%15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
+                     "%28, %29, %30, %31}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}"
+                     : "=f"(c[0][0]), "=f"(c[0][1]), "=f"(c[0][2]), "=f"(c[0][3]), "=f"(c[1][0]),
+                       "=f"(c[1][1]), "=f"(c[1][2]), "=f"(c[1][3]), "=f"(c[2][0]), "=f"(c[2][1]),
+                       "=f"(c[2][2]), "=f"(c[2][3]), "=f"(c[3][0]), "=f"(c[3][1]), "=f"(c[3][2]),
+                       "=f"(c[3][3]), "=f"(c[4][0]), "=f"(c[4][1]), "=f"(c[4][2]), "=f"(c[4][3]),
+                       "=f"(c[5][0]), "=f"(c[5][1]), "=f"(c[5][2]), "=f"(c[5][3]), "=f"(c[6][0]),
+                       "=f"(c[6][1]), "=f"(c[6][2]), "=f"(c[6][3]), "=f"(c[7][0]), "=f"(c[7][1]),
+                       "=f"(c[7][2]), "=f"(c[7][3])
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+/* Waits for two barriers, both at once, because a look at one takes a hundred cycles. */
+__device__ __forceinline__ void mbarrier_wait_both(uint32_t first, uint32_t first_parity,
+                                                   uint32_t second, uint32_t second_parity)
+{
+    asm volatile("{\n"
+                 ".reg .pred a, b;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 a, [%0], %1;\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 b, [%2], %3;\n"
+                 "and.pred a, a, b;\n"
+                 "@a bra over;\n"
+                 "bra again;\n"
+                 "over:\n"
+                 "}" ::"r"(first),
+                 "r"(first_parity), "r"(second), "r"(second_parity)
+                 : "memory");
+}
+
+/* 8 bytes from global to shared memory. */
+__device__ __forceinline__ void copy_8(uint32_t to, const void *from)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
+}
+
+/* Kernels that follow each other start early: each waits here before it reads what the one before
+ * has written. */
+__device__ __forceinline__ void griddepcontrol_wait(void)
+{
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void griddepcontrol_launch(void)
+{
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+} // namespace dkv_stream
+
+#endif
