@@ -40,7 +40,7 @@ void dkv_ask_let_go(struct dkv_ask *ask)
     ask->n_regions = 0;
     for (uint32_t i = 0; i < n; i++)
         dkv_region_unuse(ask->regions[i]);
-    dkv_body_release(&ask->rows);
+    dkv_body_release(&ask->job->rows);
     dkv_body_release(&ask->job->body);
     dkv_cache_unref(ask->cache);
     ask->cache = NULL;

@@ -45,7 +45,6 @@ struct dkv_ask {
     struct dkv_region **regions; /* [n_regions], used */
     uint32_t n_regions;
     struct dkv_cache *cache; /* whose scales and sinks the blocks point to */
-    struct dkv_body rows;    /* copies of query rows */
     struct dkv_fence fence;
     struct dkv_region *output; /* NULL: the answer is sent */
     uint64_t output_offset, output_bytes;

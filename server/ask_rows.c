@@ -46,12 +46,10 @@ enum dkv_status dkv_ask_place_rows(struct dkv_ask *ask, struct dkv_error *err)
         return dkv_error_set(err, DKV_E_TOO_LARGE,
                              "query rows around the end of their rings are above %" PRIu64 " bytes",
                              ROWS_BYTES_MAX);
-    enum dkv_status status = dkv_body_reserve(&ask->rows, &ask->server->bodies,
-                                              dkv_backend_client_holder(ask->session->client),
-                                              total, 0, true, err);
+    const enum dkv_status status = dkv_job_add_rows(ask->job, &ask->server->bodies, total, err);
     if (status != DKV_OK)
         return status;
-    uint8_t *next = ask->rows.data;
+    uint8_t *next = ask->job->rows.data;
     for (uint32_t i = 0; i < ask->job->request.n_blocks; i++) {
         if (ask->rings[i].region == NULL)
             continue;

@@ -26,17 +26,33 @@ void dkv_job_charge_to(struct dkv_job *job, struct dkv_quota *quota,
     job->charge = dkv_charge_begin(quota, holder);
 }
 
+/* All that it holds must fit into one client's share, or coming back would not help. */
+static enum dkv_status check_share(const struct dkv_job *job, uint64_t bytes, struct dkv_error *err)
+{
+    const struct dkv_quota *quota = job->charge.quota;
+    const uint64_t held = job->body.charge.bytes + job->rows.charge.bytes + job->charge.bytes;
+    if (quota == NULL || (held <= quota->client_bytes && bytes <= quota->client_bytes - held))
+        return DKV_OK;
+    return dkv_error_set(err, DKV_E_TOO_LARGE,
+                         "request: body, copies and answer take %llu bytes, one client may hold "
+                         "%llu",
+                         (unsigned long long)(held + bytes),
+                         (unsigned long long)quota->client_bytes);
+}
+
 enum dkv_status dkv_job_charge(struct dkv_job *job, uint64_t bytes, struct dkv_error *err)
 {
-    /* With its body it must fit into one client's share, or coming back would not help. */
-    const struct dkv_quota *quota = job->charge.quota;
-    const uint64_t held = job->body.charge.bytes + job->charge.bytes;
-    if (quota != NULL && (held > quota->client_bytes || bytes > quota->client_bytes - held))
-        return dkv_error_set(err, DKV_E_TOO_LARGE,
-                             "request: body and answer take %llu bytes, one client may hold %llu",
-                             (unsigned long long)(held + bytes),
-                             (unsigned long long)quota->client_bytes);
-    return dkv_charge_add(&job->charge, bytes, err);
+    const enum dkv_status status = check_share(job, bytes, err);
+    return status == DKV_OK ? dkv_charge_add(&job->charge, bytes, err) : status;
+}
+
+enum dkv_status dkv_job_add_rows(struct dkv_job *job, struct dkv_body_pool *pool, uint64_t bytes,
+                                 struct dkv_error *err)
+{
+    const enum dkv_status status = check_share(job, bytes, err);
+    if (status != DKV_OK)
+        return status;
+    return dkv_body_reserve(&job->rows, pool, job->charge.holder, bytes, 0, true, err);
 }
 
 enum dkv_transport dkv_job_transport(const struct dkv_job *job, enum dkv_transport front)
@@ -202,6 +218,7 @@ void dkv_job_release_inputs(struct dkv_job *job)
             dkv_region_unuse(job->shm[i]);
         job->shm[i] = NULL;
     }
+    dkv_body_release(&job->rows);
     dkv_body_release(&job->body);
     dkv_arena_free(job->arena, job->side, job->side_bytes, job->side_bytes);
     dkv_job_drop_parts(job);

@@ -61,8 +61,9 @@ struct dkv_job {
     struct dkv_list ended_node;         /* answered without a device */
 
     struct dkv_arena *arena;
-    struct dkv_charge charge; /* of what it takes beside the body */
+    struct dkv_charge charge; /* of what it takes beside body and rows */
     struct dkv_body body;
+    struct dkv_body rows; /* copies of query rows */
     struct dkv_oip_infer infer;
     void *side; /* [side_bytes], in the arena: small vectors and JSON numbers */
     uint64_t side_bytes;
@@ -125,12 +126,16 @@ enum dkv_status dkv_job_close_ranks(struct dkv_job *job, struct dkv_error *err);
 
 struct dkv_job *dkv_job_new(struct dkv_arena *arena);
 
-/* From now on what it takes of the arena beside its body is charged, until it is freed. */
+/* From now on what it takes of the arena beside body and rows is charged, until it is freed. */
 void dkv_job_charge_to(struct dkv_job *job, struct dkv_quota *quota,
                        struct dkv_quota_holder *holder);
 
 /* Charges for what somebody else allocates on its behalf. BUSY, TOO_LARGE. */
 enum dkv_status dkv_job_charge(struct dkv_job *job, uint64_t bytes, struct dkv_error *err);
+
+/* Reserves `rows`, once the job is charged to somebody. BUSY, TOO_LARGE, NOMEM. */
+enum dkv_status dkv_job_add_rows(struct dkv_job *job, struct dkv_body_pool *pool, uint64_t bytes,
+                                 struct dkv_error *err);
 
 /* Memory for JSON numbers, which the blocks will point into. BUSY, TOO_LARGE, NOMEM. */
 enum dkv_status dkv_job_add_side(struct dkv_job *job, uint64_t bytes, struct dkv_error *err);

@@ -164,9 +164,33 @@ class Socket(unittest.TestCase):
             params = wire.integer(wire.WINDOW, 8) + wire.integer(wire.KEEP_TOKENS, 16)
             status, text = client.ask(wire.SCORE_BLOCKS, wire.score_blocks([block], params, flags=1)).error()
             self.assertEqual((status, text), (
-                wire.TOO_LARGE, "request: body and answer take 80064 bytes, one client may hold 65536"))
+                wire.TOO_LARGE, "request: body, copies and answer take 80064 bytes, one client may hold 65536"))
             there = wire.score_blocks([block], params, flags=1, output=(output, 0, 80064))
             self.assertEqual(client.ask(wire.SCORE_BLOCKS, there).kind, wire.RESULT)
+
+    def test_copied_query_rows_count_beside_the_answer(self):
+        """Rows of 256 bytes, in rings of 129 that they lie around the end of; answers of 4 bytes a token."""
+        keys, rows = 10000 * 256, 129 * 256
+        with SocketDaemon(DROPKVD, "--max-client-bytes", "64KiB", "--max-body-bytes", "64KiB", "--max-json-bytes",
+                          "64KiB") as daemon, wire.Client(daemon.path) as client, \
+                wire.Memory(2 * keys) as memory, wire.Memory(4 * rows) as rings:
+            number = client.add_memfd(memory.fd, 2 * keys)
+            ring = client.add_memfd(rings.fd, 4 * rows)
+            views = [wire.view(number, 0, 256, keys), wire.view(number, keys, 256, keys)]
+            caches = {heads: client.ask(wire.CACHE_ADD, wire.cache(views, q_heads=heads, dim=64)).object()[0]
+                      for heads in (1, 4)}
+            stash = client.ask(wire.STASH_ADD, wire.stash(ring, 129, 256, rows)).object()[0]
+            params = wire.integer(wire.WINDOW, 128) + wire.integer(wire.KEEP_TOKENS, 128)
+
+            def ask(heads, tokens):
+                message = wire.score(caches[heads], stash, tokens, newest=3, rows=128, params=params, flags=1)
+                return client.ask(wire.SCORE, message)
+
+            self.assertEqual(ask(1, 4000).kind, wire.RESULT)
+            for heads, tokens, held in ((4, 4000, 4 * 32768), (1, 10000, 32768 + 4 * 128 + 4 * 10000)):
+                text = "request: body, copies and answer take %d bytes, one client may hold 65536" % held
+                self.assertEqual(ask(heads, tokens).error(), (wire.TOO_LARGE, text))
+            daemon.wait_for_metric(HELD, lambda v: v == 0)
 
 
 if __name__ == "__main__":
