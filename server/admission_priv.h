@@ -48,9 +48,11 @@ struct dkv_admission_device {
     uint32_t n_batches;
     uint64_t n_bytes;
     uint64_t last_done_us;
-    double bytes_per_us;     /* when loaded; 0: not known yet */
-    double rate_spread;      /* mean distance of single batches' rates from it */
-    double batch_us;         /* of a batch, when loaded */
+    double batch_bytes; /* of a batch, when loaded: means, 0 if there was none yet */
+    double batch_us;
+    double bytes_variance; /* of batches, and how their times vary with it: the fit */
+    double bytes_us_covariance;
+    double us_spread;        /* mean distance of times from the fit, as a part of them */
     uint32_t n_clients_done; /* in the batch that was completed last */
 };
 

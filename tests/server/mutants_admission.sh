@@ -144,7 +144,7 @@ mutant 'any-device work outlives the last device' admission.c \
 mutant 'a client overtakes itself' admission_fair.c 'own->seq < any->seq ? own : any' \
     'own->seq < any->seq ? any : own'
 mutant 'retry-after is not bounded' admission_load.c 'if (us < RETRY_MIN_US)' 'if (false)'
-mutant 'late without anything ahead' admission_load.c 'in_flight + waiting <= 0.0' 'false'
+mutant 'late without anything ahead' admission_load.c 'running.bytes + queued.bytes <= 0.0' 'false'
 
 echo "$((total - survived)) of $total mutants caught"
 [ "$survived" -eq 0 ]

@@ -26,6 +26,7 @@
 #define BATCH_BLOCKS 64
 #define RUN_US       2000000
 #define THINK_US     20
+#define LONG         4 /* the client that has a long prompt */
 
 struct job {
     struct dkv_admission_entry entry;
@@ -35,6 +36,7 @@ struct job {
 
 struct client {
     struct dkv_admission_client side;
+    uint64_t key;    /* of its parts */
     uint32_t depth;  /* closed loop; 0: open */
     uint64_t gap_us; /* open loop */
     uint64_t next_us;
@@ -110,7 +112,7 @@ static void end(struct world *w)
 }
 
 /* False if it was refused. */
-static bool offer(struct world *w, struct client *client)
+static bool offer(struct world *w, struct client *client, uint32_t n_blocks)
 {
     struct job *job = w->jobs;
     while (job->used)
@@ -118,8 +120,10 @@ static bool offer(struct world *w, struct client *client)
     assert_true(job < w->jobs + N_JOBS);
     job->entry = (struct dkv_admission_entry){
         .parts = &job->part, .n_parts = 1, .timeout_us = w->timeout_us};
-    job->part = (struct dkv_admission_part){
-        .n_blocks = 1, .n_tokens = 4096, .n_bytes = BLOCK_BYTES};
+    job->part = (struct dkv_admission_part){.key = client->key,
+                                            .n_blocks = n_blocks,
+                                            .n_tokens = UINT64_C(4096) * n_blocks,
+                                            .n_bytes = BLOCK_BYTES * n_blocks};
     w->n_offered++;
     job->used = dkv_admission_offer(w->queue, &client->side, &job->entry, w->now_us, NULL, NULL) ==
                 DKV_ADMISSION_ACCEPTED;
@@ -130,11 +134,11 @@ static bool offer(struct world *w, struct client *client)
 static void arrive(struct world *w, struct client *client)
 {
     if (client->depth == 0) {
-        offer(w, client);
+        offer(w, client, 1);
         client->next_us = w->now_us + 1 + random_below(w, 2 * client->gap_us);
         return;
     }
-    while (client->side.n_open < client->depth && offer(w, client))
+    while (client->side.n_open < client->depth && offer(w, client, 1))
         continue;
     client->next_us = DKV_ADMISSION_NEVER;
 }
@@ -178,9 +182,9 @@ static uint64_t next_event_us(const struct world *w)
     return at_us;
 }
 
-static void run(struct world *w)
+static void run_until(struct world *w, uint64_t until_us)
 {
-    while (w->now_us < RUN_US) {
+    while (w->now_us < until_us) {
         w->now_us = next_event_us(w);
         if (w->n_flight > 0 && w->end_us[0] <= w->now_us) {
             struct dkv_admission_batch *batch = w->flight[0];
@@ -197,6 +201,11 @@ static void run(struct world *w)
         while ((entry = dkv_admission_pop_done(w->queue)) != NULL)
             ended(w, entry);
     }
+}
+
+static void run(struct world *w)
+{
+    run_until(w, RUN_US);
 }
 
 static int by_value(const void *a, const void *b)
@@ -262,11 +271,61 @@ static void overload_costs_neither_goodput_nor_the_deadline_of_what_was_accepted
     }
 }
 
+/* Clients whose parts share no launch, so that small batches leave a backlog behind, and one more,
+ * which does nothing yet. */
+static struct world *small_batches(uint32_t depth)
+{
+    struct world *w = begin(LONG + 1);
+    for (uint32_t i = 0; i < LONG; i++) {
+        w->clients[i].key = i;
+        w->clients[i].depth = depth;
+    }
+    w->clients[LONG].next_us = DKV_ADMISSION_NEVER;
+    run_until(w, 100000);
+    return w;
+}
+
+/* A long prompt of 64 blocks takes 1.7 ms, its bytes at the rate of small batches up to 5.4. */
+static void small_batches_do_not_have_long_prompts_refused(void **state)
+{
+    (void)state;
+    for (uint32_t depth = 1; depth <= 6; depth++) {
+        struct world *w = small_batches(depth);
+        for (int i = 0; i < 4; i++) {
+            run_until(w, w->now_us + 100000); /* until what it took before its turn is paid */
+            w->timeout_us = 3000;
+            assert_true(offer(w, &w->clients[LONG], BATCH_BLOCKS));
+            w->timeout_us = 0;
+            run_until(w, w->now_us + 10000);
+            assert_int_equal(w->clients[LONG].side.n_open, 0);
+            assert_int_equal(w->n_late, 0);
+        }
+        w->timeout_us = 1500; /* it cannot be done in that, which is known now */
+        assert_false(offer(w, &w->clients[LONG], BATCH_BLOCKS));
+        end(w);
+    }
+}
+
+static void one_pause_has_nothing_refused(void **state)
+{
+    (void)state;
+    struct world *w = small_batches(1);
+    assert_int_equal(w->n_flight, 2);
+    for (uint32_t i = 0; i < 2; i++)
+        w->end_us[i] += 20000;
+    run_until(w, w->end_us[0] + 1);
+    w->timeout_us = 2000;
+    assert_true(offer(w, &w->clients[LONG], 1));
+    end(w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_greedy_client_leaves_the_polite_p99_within_half_more),
         cmocka_unit_test(overload_costs_neither_goodput_nor_the_deadline_of_what_was_accepted),
+        cmocka_unit_test(small_batches_do_not_have_long_prompts_refused),
+        cmocka_unit_test(one_pause_has_nothing_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
