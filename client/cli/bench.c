@@ -271,7 +271,7 @@ int dkv_cmd_bench(int argc, const char **argv)
     // clang-format off
     struct poptOption block[] = {
         {"batch", 0, POPT_ARG_STRING, NULL, OPT_BATCH, "Sequences in one request (1)", "N"},
-        {"cache-layers", 0, POPT_ARG_STRING, NULL, OPT_LAYERS, "Layers of a registered cache in one request, instead of sequences; unix:/// only", "N"},
+        {"cache-layers", 0, POPT_ARG_STRING, NULL, OPT_LAYERS, "Layers of a registered cache in one request, instead of sequences; not over HTTP", "N"},
         {"q-heads", 0, POPT_ARG_STRING, NULL, OPT_Q_HEADS, "Query heads (32)", "N"},
         {"kv-heads", 0, POPT_ARG_STRING, NULL, OPT_KV_HEADS, "KV heads (8)", "N"},
         {"head-dim", 0, POPT_ARG_STRING, NULL, OPT_HEAD_DIM, "Dimension of a head (128)", "N"},

@@ -94,11 +94,12 @@ static uint64_t aligned(uint64_t bytes)
     return (bytes + 63) & ~UINT64_C(63);
 }
 
-/* A shared buffer, unless it would make no difference or the command line says otherwise. */
+/* A shared buffer, unless it would make no difference or the command line says otherwise. What is
+ * registered always lies in one. */
 static bool wants_buffer(const struct dkv_bench *b)
 {
     return b->o.memory != NULL ? strcmp(b->o.memory, "memfd") == 0
-                               : strncmp(b->endpoint, "unix:", 5) == 0;
+                               : b->o.layers > 0 || strncmp(b->endpoint, "unix:", 5) == 0;
 }
 
 static bool wants_gpu(const struct dkv_bench *b)
