@@ -128,14 +128,17 @@ static enum dkv_status add(struct dkv_backend *backend, struct dkv_loan *loan,
 }
 
 enum dkv_status dkv_backend_attach(struct dkv_backend *backend, int fd, uint64_t offset,
-                                   uint64_t bytes, bool writable, dkv_loan_attached_fn on_attached,
-                                   void *owner, struct dkv_loan **loan_out, struct dkv_error *err)
+                                   uint64_t bytes, bool writable, uint64_t connection,
+                                   dkv_loan_attached_fn on_attached, void *owner,
+                                   struct dkv_loan **loan_out, struct dkv_error *err)
 {
     struct dkv_loan *loan;
     const enum dkv_status status = dkv_loan_new(fd, offset, bytes, &loan, err);
-    if (status == DKV_OK)
-        loan->writable = writable;
-    return status == DKV_OK ? add(backend, loan, on_attached, owner, loan_out, err) : status;
+    if (status != DKV_OK)
+        return status;
+    loan->writable = writable;
+    loan->key.owner = connection;
+    return add(backend, loan, on_attached, owner, loan_out, err);
 }
 
 /* The worker of the GPU of that name. */

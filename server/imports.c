@@ -12,8 +12,8 @@
 
 struct dkv_imported {
     struct dkv_list node;
-    bool shared; /* by key */
-    struct dkv_link_key key;
+    bool shared;             /* by key */
+    struct dkv_link_key key; /* the owner alone where it is pinned */
     unsigned n_loans;
     struct dkv_mapping *mapping; /* the engine's */
     void *host;                  /* what is pinned, [host_bytes]; NULL: it is GPU memory */
@@ -151,14 +151,33 @@ enum dkv_status dkv_imports_attach(struct dkv_imports *imports, const struct dkv
     return DKV_OK;
 }
 
-enum dkv_status dkv_imports_pin(struct dkv_imports *imports, void *base, uint64_t bytes,
-                                struct dkv_imported **imported_out, struct dkv_error *err)
+static uint64_t pinned_of(const struct dkv_list *list, uint64_t owner)
+{
+    uint64_t bytes = 0;
+    DKV_LIST_EACH (node, list) {
+        const struct dkv_imported *imported = DKV_LIST_OF(node, struct dkv_imported, node);
+        bytes += imported->key.owner == owner ? imported->host_bytes : 0;
+    }
+    return bytes;
+}
+
+/* What leaves is still pinned. */
+static bool may_pin(const struct dkv_imports *imports, const struct dkv_link_loan *loan)
+{
+    const uint64_t owner = loan->key.owner;
+    const uint64_t held = pinned_of(&imports->open, owner) + pinned_of(&imports->leaving, owner);
+    return loan->bytes <= DKV_IMPORTS_PIN_MAX - imports->pinned_bytes &&
+           loan->bytes <= DKV_IMPORTS_PIN_SHARE - held;
+}
+
+enum dkv_status dkv_imports_pin(struct dkv_imports *imports, const struct dkv_link_loan *loan,
+                                void *base, struct dkv_imported **imported_out,
+                                struct dkv_error *err)
 {
     *imported_out = NULL;
-    if (imports->ops == NULL || imports->ops->import == NULL ||
-        bytes > DKV_IMPORTS_PIN_MAX - imports->pinned_bytes)
+    if (imports->ops == NULL || imports->ops->import == NULL || !may_pin(imports, loan))
         return DKV_OK;
-    const struct dkv_import from = {.host = base, .host_bytes = bytes};
+    const struct dkv_import from = {.host = base, .host_bytes = loan->bytes};
     struct dkv_imported *imported = calloc(1, sizeof(*imported));
     if (imported == NULL)
         return DKV_OK;
@@ -168,10 +187,11 @@ enum dkv_status dkv_imports_pin(struct dkv_imports *imports, void *base, uint64_
         free(imported);
         return status == DKV_E_DEVICE ? status : DKV_OK;
     }
+    imported->key = loan->key;
     imported->host = base;
-    imported->host_bytes = bytes;
+    imported->host_bytes = loan->bytes;
     imported->n_loans = 1;
-    imports->pinned_bytes += bytes;
+    imports->pinned_bytes += loan->bytes;
     dkv_list_init(&imported->node);
     dkv_list_push_back(&imports->open, &imported->node);
     *imported_out = imported;

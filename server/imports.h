@@ -19,8 +19,9 @@
 #include "server/link.h"
 #include "server/list.h"
 
-#define DKV_IMPORTS_LEAVE_NS UINT64_C(50000000)  /* patience with a device that is never idle */
-#define DKV_IMPORTS_PIN_MAX  (UINT64_C(1) << 30) /* bytes of host memory, of all clients */
+#define DKV_IMPORTS_LEAVE_NS  UINT64_C(50000000)  /* patience with a device that is never idle */
+#define DKV_IMPORTS_PIN_MAX   (UINT64_C(1) << 30) /* bytes of host memory, of all clients */
+#define DKV_IMPORTS_PIN_SHARE (DKV_IMPORTS_PIN_MAX / 2) /* of one connection */
 
 struct dkv_imports {
     const struct dkv_engine_ops *ops;
@@ -45,11 +46,12 @@ enum dkv_status dkv_imports_attach(struct dkv_imports *imports, const struct dkv
                                    struct dkv_imported **imported_out, const void **base_out,
                                    struct dkv_error *err);
 
-/* Pins host memory that dkv_memfd_map() has mapped, for a device that can write it then. It is
- * unmapped with its release; *imported_out is NULL if it was not pinned, which is no error. DEVICE.
- */
-enum dkv_status dkv_imports_pin(struct dkv_imports *imports, void *base, uint64_t bytes,
-                                struct dkv_imported **imported_out, struct dkv_error *err);
+/* Pins host memory of a loan, which dkv_memfd_map() has mapped, for a device that can write it
+ * then. It is unmapped with its release; *imported_out is NULL if it was not pinned, which is no
+ * error. DEVICE. */
+enum dkv_status dkv_imports_pin(struct dkv_imports *imports, const struct dkv_link_loan *loan,
+                                void *base, struct dkv_imported **imported_out,
+                                struct dkv_error *err);
 
 /* True: others still use the mapping, and the loan is gone. False: the mapping leaves, and its
  * release is told as that of `number`. */

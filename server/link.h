@@ -73,7 +73,7 @@ struct dkv_link_loan {
     bool loose;    /* HOST: to be read by pread() */
     bool writable; /* HOST, not loose: answers may be written there */
     uint32_t n_chunks;
-    struct dkv_link_key key; /* CUDA_LEGACY */
+    struct dkv_link_key key; /* CUDA_LEGACY; HOST: its owner */
 };
 
 struct dkv_link_chunk {

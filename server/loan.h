@@ -66,7 +66,7 @@ struct dkv_loan {
     uint64_t bytes;
     bool loose;                    /* its owner can resize it, or it has holes: pread() only */
     bool writable;                 /* answers may go there */
-    struct dkv_link_key key;       /* CUDA_LEGACY */
+    struct dkv_link_key key;       /* CUDA_LEGACY; HOST: its owner */
     struct dkv_loan_chunk *chunks; /* [n_chunks], CUDA_VMM */
     uint32_t n_chunks;
     const void *base; /* addresses that stand for it */

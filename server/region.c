@@ -27,9 +27,10 @@ static void on_attached(struct dkv_loan *loan, void *owner, const struct dkv_err
     settle(owner, error);
 }
 
-static enum dkv_status lend_file(struct dkv_region *region, const struct dkv_wire_region *wire,
+static enum dkv_status lend_file(struct dkv_region *region, const struct dkv_region_source *source,
                                  int fd, struct dkv_error *err)
 {
+    const struct dkv_wire_region *wire = source->wire;
     struct dkv_memfd_info info;
     enum dkv_status status = dkv_memfd_inspect(fd, &info, err);
     if (status == DKV_OK && wire->writable && !info.writable)
@@ -39,7 +40,7 @@ static enum dkv_status lend_file(struct dkv_region *region, const struct dkv_wir
     if (status != DKV_OK)
         return status;
     return dkv_backend_attach(region->backend, fd, wire->offset, wire->bytes, wire->writable != 0,
-                              on_attached, region, &region->loan, err);
+                              source->connection, on_attached, region, &region->loan, err);
 }
 
 static enum dkv_status lend_name(struct dkv_region *region, const struct dkv_region_source *source,
@@ -54,7 +55,7 @@ static enum dkv_status lend_name(struct dkv_region *region, const struct dkv_reg
                                                       sizeof(wire->handle), source->uid, &fd, err);
     if (status != DKV_OK)
         return status;
-    status = lend_file(region, wire, fd, err);
+    status = lend_file(region, source, fd, err);
     close(fd);
     return status;
 }
@@ -82,7 +83,7 @@ static enum dkv_status lend(struct dkv_region *region, const struct dkv_region_s
         return lend_name(region, source, err);
     return on_gpu ? dkv_backend_attach_cuda(region->backend, wire, source->fds, source->connection,
                                             on_attached, region, &region->loan, err)
-                  : lend_file(region, wire, source->fds[0], err);
+                  : lend_file(region, source, source->fds[0], err);
 }
 
 enum dkv_status dkv_region_new(struct dkv_backend *backend, const struct dkv_region_source *source,

@@ -120,7 +120,7 @@ static enum dkv_status attach_file(struct dkv_worker_memory *memory, struct dkv_
         held->fd = fd;
     }
     if (status == DKV_OK && held->writable)
-        status = dkv_imports_pin(&memory->imports, base, loan->bytes, &held->imported, err);
+        status = dkv_imports_pin(&memory->imports, loan, base, &held->imported, err);
     return status;
 }
 

@@ -126,13 +126,20 @@ static void *map_region(uint64_t bytes)
     return base;
 }
 
+static struct dkv_link_loan host(uint64_t owner, uint64_t bytes)
+{
+    return (struct dkv_link_loan){
+        .memory = DKV_LINK_HOST, .bytes = bytes, .writable = true, .key = {.owner = owner}};
+}
+
 static void what_is_pinned_is_unmapped_when_it_is_released(void **state)
 {
     struct dkv_imports *imports = *state;
+    const struct dkv_link_loan page = host(1, 4096);
     struct dkv_imported *imported = NULL;
     unsigned char pages;
     void *base = map_region(4096);
-    assert_int_equal(dkv_imports_pin(imports, base, 4096, &imported, NULL), DKV_OK);
+    assert_int_equal(dkv_imports_pin(imports, &page, base, &imported, NULL), DKV_OK);
     assert_non_null(imported);
     assert_int_equal(imports->pinned_bytes, 4096);
     assert_false(dkv_imports_detach(imports, imported, 7, 0)); /* when nothing runs */
@@ -148,18 +155,47 @@ static void what_is_pinned_is_unmapped_when_it_is_released(void **state)
 static void what_cannot_be_pinned_is_written_all_the_same(void **state)
 {
     struct dkv_imports *imports = *state;
+    const struct dkv_link_loan page = host(1, 4096), large = host(1, DKV_IMPORTS_PIN_MAX + 1);
     struct dkv_imported *imported = (void *)&driver;
     struct dkv_error err;
-    assert_int_equal(dkv_imports_pin(imports, &driver, DKV_IMPORTS_PIN_MAX + 1, &imported, &err),
-                     DKV_OK);
+    assert_int_equal(dkv_imports_pin(imports, &large, &driver, &imported, &err), DKV_OK);
     assert_null(imported);
     assert_int_equal(driver.n_imports, 0);
     driver.next = DKV_E_INTERNAL;
-    assert_int_equal(dkv_imports_pin(imports, &driver, 4096, &imported, &err), DKV_OK);
+    assert_int_equal(dkv_imports_pin(imports, &page, &driver, &imported, &err), DKV_OK);
     assert_null(imported);
     assert_int_equal(imports->pinned_bytes, 0);
     driver.next = DKV_E_DEVICE;
-    assert_int_equal(dkv_imports_pin(imports, &driver, 4096, &imported, &err), DKV_E_DEVICE);
+    assert_int_equal(dkv_imports_pin(imports, &page, &driver, &imported, &err), DKV_E_DEVICE);
+}
+
+/* Of a connection; NULL: it was not pinned. */
+static struct dkv_imported *pin(struct dkv_imports *imports, uint64_t owner, uint64_t bytes)
+{
+    const struct dkv_link_loan loan = host(owner, bytes);
+    struct dkv_imported *imported = NULL;
+    void *base = map_region(bytes);
+    assert_int_equal(dkv_imports_pin(imports, &loan, base, &imported, NULL), DKV_OK);
+    if (imported == NULL)
+        dkv_memfd_unmap(base, bytes);
+    return imported;
+}
+
+static void one_connection_pins_no_more_than_its_share(void **state)
+{
+    struct dkv_imports *imports = *state;
+    const uint64_t half = DKV_IMPORTS_PIN_SHARE / 2;
+    struct dkv_imported *first = pin(imports, 1, half);
+    assert_non_null(first);
+    assert_non_null(pin(imports, 1, half));
+    assert_null(pin(imports, 1, 4096));
+    assert_non_null(pin(imports, 2, half)); /* others have their own */
+    assert_false(dkv_imports_detach(imports, first, 7, 0));
+    assert_null(pin(imports, 1, 4096)); /* it is still there */
+    assert_int_equal(release(imports), 7);
+    assert_non_null(pin(imports, 1, half));
+    assert_non_null(pin(imports, 2, half));
+    assert_null(pin(imports, 3, 4096)); /* of all together */
 }
 
 /* ---- one mapping per allocation ---- */
@@ -494,6 +530,8 @@ int main(void)
         cmocka_unit_test_setup_teardown(what_is_pinned_is_unmapped_when_it_is_released,
                                         open_imports, close_imports),
         cmocka_unit_test_setup_teardown(what_cannot_be_pinned_is_written_all_the_same, open_imports,
+                                        close_imports),
+        cmocka_unit_test_setup_teardown(one_connection_pins_no_more_than_its_share, open_imports,
                                         close_imports),
         IMPORTS(loans_of_one_handle_share_a_mapping),
         IMPORTS(other_connections_generations_and_handles_do_not),
