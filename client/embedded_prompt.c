@@ -3,6 +3,7 @@
 #include "client/buffer.h"
 #include "client/embedded_priv.h"
 #include "client/layout.h"
+#include "proto/prompt.h"
 
 #include <inttypes.h>
 #include <stdlib.h>
@@ -25,34 +26,18 @@ struct build {
 static enum dkv_status check(const struct build *b, struct dkv_error *err)
 {
     const struct dropkv_prompt *p = b->prompt;
-    const struct dropkv_stash_layout *stash = b->stash;
-    const uint32_t end = p->first_layer + p->n_layers;
-    if (end > stash->n_layers)
-        return dkv_error_set(err, DKV_E_INVALID, "layers %u..%u: the cache has %u, the stash %u",
-                             p->first_layer, end - 1, b->cache->n_layers, stash->n_layers);
-    if (p->slot >= stash->n_slots)
-        return dkv_error_set(err, DKV_E_INVALID, "slot %u is outside 0..%u", p->slot,
-                             stash->n_slots - 1);
-    if (p->newest_row >= stash->n_rows || p->q_rows == 0 || p->q_rows > stash->n_rows)
-        return dkv_error_set(err, DKV_E_INVALID, "newest_row %u, q_rows %u: the ring has %u rows",
-                             p->newest_row, p->q_rows, stash->n_rows);
-    return DKV_OK;
-}
-
-/* What the cache says holds unless the prompt says otherwise. */
-static enum dkv_status take_defaults(struct dkv_params *params,
-                                     const struct dropkv_cache_layout *cache, struct dkv_error *err)
-{
-    enum dkv_status status = DKV_OK;
-    struct dkv_value value = {.kind = DKV_VALUE_REAL, .real = cache->scale};
-    if (cache->scale != 0 && !dkv_params_has(params, DKV_PARAM_SCALE))
-        status = dkv_params_set(params, "scale", value, err);
-    value.real = cache->logit_softcap;
-    if (status == DKV_OK && cache->logit_softcap != 0 &&
-        !dkv_params_has(params, DKV_PARAM_LOGIT_SOFTCAP))
-        status = dkv_params_set(params, "logit_softcap", value, err);
-    dkv_params_resolve(params);
-    return status;
+    const struct dkv_prompt_reach reach = {
+        .first_layer = p->first_layer,
+        .n_layers = p->n_layers,
+        .slot = p->slot,
+        .newest_row = p->newest_row,
+        .q_rows = p->q_rows,
+        .cache_layers = b->cache->n_layers,
+        .stash_layers = b->stash->n_layers,
+        .stash_slots = b->stash->n_slots,
+        .stash_rows = b->stash->n_rows,
+    };
+    return dkv_prompt_check(&reach, err);
 }
 
 static struct dkv_view view_of(const struct dropkv_buffer *buffer, uint64_t offset,
@@ -316,7 +301,8 @@ enum dkv_status dkv_embedded_build_prompt(struct dkv_transport *t, struct dkv_em
     if (status == DKV_OK)
         status = reserve(&b, err);
     if (status == DKV_OK)
-        status = take_defaults(&call->request.params, b.cache, err);
+        status = dkv_prompt_take_defaults(&call->request.params, b.cache->scale,
+                                          b.cache->logit_softcap, err);
     for (uint32_t i = 0; status == DKV_OK && i < call->prompt.n_layers; i++)
         status = make_layer(&b, i, err);
     if (status != DKV_OK)

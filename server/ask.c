@@ -6,6 +6,7 @@
  */
 #include "server/ask.h"
 
+#include "proto/prompt.h"
 #include "server/clock.h"
 
 #include <inttypes.h>
@@ -361,33 +362,18 @@ static enum dkv_status check_score(const struct dkv_wire_score *score,
         return dkv_error_set(err, DKV_E_NOT_FOUND, "cache %u does not exist", score->cache);
     if (stash == NULL)
         return dkv_error_set(err, DKV_E_NOT_FOUND, "stash %u does not exist", score->stash);
-    const uint32_t end = (uint32_t)score->first_layer + score->n_layers;
-    if (end > cache->wire.n_layers || end > stash->n_layers)
-        return dkv_error_set(err, DKV_E_INVALID, "layers %u..%u: the cache has %u, the stash %u",
-                             score->first_layer, end - 1, cache->wire.n_layers, stash->n_layers);
-    if (score->slot >= stash->n_slots)
-        return dkv_error_set(err, DKV_E_INVALID, "slot %u is outside 0..%u", score->slot,
-                             stash->n_slots - 1);
-    if (score->newest_row >= stash->n_rows || score->q_rows == 0 || score->q_rows > stash->n_rows)
-        return dkv_error_set(err, DKV_E_INVALID, "newest_row %u, q_rows %u: the ring has %u rows",
-                             score->newest_row, score->q_rows, stash->n_rows);
-    return DKV_OK;
-}
-
-/* What the cache says holds unless the request says otherwise. */
-static enum dkv_status take_defaults(struct dkv_params *params, const struct dkv_wire_cache *cache,
-                                     struct dkv_error *err)
-{
-    enum dkv_status status = DKV_OK;
-    struct dkv_value value = {.kind = DKV_VALUE_REAL, .real = cache->scale};
-    if (cache->scale != 0 && !dkv_params_has(params, DKV_PARAM_SCALE))
-        status = dkv_params_set(params, "scale", value, err);
-    value.real = cache->logit_softcap;
-    if (status == DKV_OK && cache->logit_softcap != 0 &&
-        !dkv_params_has(params, DKV_PARAM_LOGIT_SOFTCAP))
-        status = dkv_params_set(params, "logit_softcap", value, err);
-    dkv_params_resolve(params);
-    return status;
+    const struct dkv_prompt_reach reach = {
+        .first_layer = score->first_layer,
+        .n_layers = score->n_layers,
+        .slot = score->slot,
+        .newest_row = score->newest_row,
+        .q_rows = score->q_rows,
+        .cache_layers = cache->wire.n_layers,
+        .stash_layers = stash->n_layers,
+        .stash_slots = stash->n_slots,
+        .stash_rows = stash->n_rows,
+    };
+    return dkv_prompt_check(&reach, err);
 }
 
 enum dkv_status dkv_ask_build_score(struct dkv_ask *ask, const struct dkv_wire_score *score,
@@ -404,7 +390,8 @@ enum dkv_status dkv_ask_build_score(struct dkv_ask *ask, const struct dkv_wire_s
     cache->n_refs++;
     status = take_params(ask, score->params, score->params_bytes, score->flags, err);
     if (status == DKV_OK)
-        status = take_defaults(&ask->job->request.params, &cache->wire, err);
+        status = dkv_prompt_take_defaults(&ask->job->request.params, cache->wire.scale,
+                                          cache->wire.logit_softcap, err);
     if (status == DKV_OK)
         status = dkv_ask_take_fence(ask, &score->fence, err);
     if (status == DKV_OK)
