@@ -124,10 +124,11 @@ static inline struct dropkv_cache *add_cache(const struct world *world,
     return cache;
 }
 
-static inline struct dropkv_cache *add_plain_cache(const struct world *world, const float *sinks)
+/* `layout` says what is not about where keys and values lie. */
+static inline struct dropkv_cache *add_plain_layout(const struct world *world,
+                                                    struct dropkv_cache_layout layout)
 {
     struct dropkv_layer where[LAYERS];
-    struct dropkv_cache_layout layout = base_layout();
     for (int l = 0; l < LAYERS; l++) {
         where[l].key = (struct dropkv_view){.buffer = world->kv,
                                             .offset = offsetof(struct kv, key[l]),
@@ -137,8 +138,14 @@ static inline struct dropkv_cache *add_plain_cache(const struct world *world, co
         where[l].value = where[l].key;
         where[l].value.offset = offsetof(struct kv, value[l]);
     }
-    layout.sink_logits = sinks;
     return add_cache(world, &layout, where);
+}
+
+static inline struct dropkv_cache *add_plain_cache(const struct world *world, const float *sinks)
+{
+    struct dropkv_cache_layout layout = base_layout();
+    layout.sink_logits = sinks;
+    return add_plain_layout(world, layout);
 }
 
 static inline struct dropkv_stash *add_stash(const struct world *world)
@@ -161,9 +168,9 @@ static inline struct dropkv_stash *add_stash(const struct world *world)
     return stash;
 }
 
-static inline struct world open_world(void)
+static inline struct world open_world_at(const char *endpoint)
 {
-    struct world world = {.client = dkv_test_open(dkv_test_endpoint)};
+    struct world world = {.client = dkv_test_open(endpoint)};
     world.kv = dkv_test_buffer(world.client, sizeof(struct kv), false);
     world.rows = dkv_test_buffer(world.client, sizeof(struct rows), false);
     fill_kv(dropkv_buffer_data(world.kv));
@@ -171,6 +178,11 @@ static inline struct world open_world(void)
     world.cache = add_plain_cache(&world, NULL);
     world.stash = add_stash(&world);
     return world;
+}
+
+static inline struct world open_world(void)
+{
+    return open_world_at(dkv_test_endpoint);
 }
 
 static inline void close_world(struct world *world)

@@ -184,6 +184,41 @@ static void scales_of_a_cache_are_each_layers_and_heads_own(void **unused)
     close_world(&world);
 }
 
+/* At the daemon and in this process, where the same code decides. */
+static void what_a_cache_says_of_logits_holds_unless_the_prompt_says_otherwise(void **unused)
+{
+    const char *endpoints[] = {dkv_test_endpoint, "embedded:cpu"};
+    const struct dropkv_param own[] = {params[0],
+                                       {"scale", DROPKV_PARAM_REAL, 0, 0.5, NULL},
+                                       {"logit_softcap", DROPKV_PARAM_REAL, 0, 5, NULL}};
+    const struct dropkv_param of_cache[] = {params[0],
+                                            {"scale", DROPKV_PARAM_REAL, 0, 0.25, NULL},
+                                            {"logit_softcap", DROPKV_PARAM_REAL, 0, 2, NULL}};
+    (void)unused;
+    for (int e = 0; e < 2; e++) {
+        struct world world = open_world_at(endpoints[e]);
+        struct dropkv_cache_layout layout = base_layout();
+        layout.scale = 0.25;
+        layout.logit_softcap = 2;
+        struct dropkv_prompt prompt = make_prompt(&world);
+        prompt.cache = add_plain_layout(&world, layout);
+        prompt.n_layers = 1;
+        prompt.want_scores = 1;
+        for (int says = 0; says < 2; says++) {
+            struct dropkv_request r = plain_request(0, 1);
+            prompt.params = own;
+            prompt.n_params = says ? 3 : 1;
+            r.params = says ? own : of_cache;
+            r.n_params = 3;
+            struct dropkv_result *result = ask(&world, &prompt), *wanted = dkv_test_expect(&r);
+            assert_memory_equal(result->scores, wanted->scores, KV_HEADS * TOKENS * sizeof(float));
+            dropkv_result_free(wanted);
+            dropkv_result_free(result);
+        }
+        close_world(&world);
+    }
+}
+
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
@@ -192,6 +227,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(what_policies_take_is_each_layers_own),
         cmocka_unit_test(sink_logits_of_a_cache_are_each_layers_own),
         cmocka_unit_test(scales_of_a_cache_are_each_layers_and_heads_own),
+        cmocka_unit_test(what_a_cache_says_of_logits_holds_unless_the_prompt_says_otherwise),
     };
     if (argc != 2)
         return 2;
