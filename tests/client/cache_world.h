@@ -275,10 +275,4 @@ static inline int begin(void **unused)
     return dkv_test_begin(program);
 }
 
-static inline int end(void **unused)
-{
-    (void)unused;
-    return dkv_test_end();
-}
-
 #endif

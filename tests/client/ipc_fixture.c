@@ -64,8 +64,9 @@ int dkv_test_begin(const char *daemon)
     return 0;
 }
 
-int dkv_test_end(void)
+int dkv_test_end(void **unused)
 {
+    (void)unused;
     char directory[64];
     dkv_test_stop_daemon(SIGTERM);
     snprintf(directory, sizeof(directory), "%s/run", folder);

@@ -13,8 +13,8 @@ extern pid_t dkv_test_daemon_pid;
 
 /* Makes a folder for the socket of `program`; 0, or -1. */
 int dkv_test_begin(const char *program);
-/* Removes it; 0 unless something was left in it. */
-int dkv_test_end(void);
+/* Removes it; 0 unless something was left in it. A teardown of cmocka's. */
+int dkv_test_end(void **unused);
 
 void dkv_test_start_daemon(void);
 void dkv_test_stop_daemon(int signal_number); /* SIGTERM: it must exit with 0 */

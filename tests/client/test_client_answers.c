@@ -238,12 +238,6 @@ static int begin(void **unused)
     return dkv_test_begin(program);
 }
 
-static int end(void **unused)
-{
-    (void)unused;
-    return dkv_test_end();
-}
-
 int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
@@ -257,5 +251,5 @@ int main(int argc, char **argv)
     if (argc != 2)
         return 2;
     program = argv[1];
-    return cmocka_run_group_tests(tests, begin, end);
+    return cmocka_run_group_tests(tests, begin, dkv_test_end);
 }

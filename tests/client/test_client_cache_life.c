@@ -227,5 +227,5 @@ int main(int argc, char **argv)
     if (argc != 2)
         return 2;
     program = argv[1];
-    return cmocka_run_group_tests(tests, begin, end);
+    return cmocka_run_group_tests(tests, begin, dkv_test_end);
 }
