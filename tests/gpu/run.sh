@@ -46,9 +46,11 @@ run "$dir/bin/test_gpu_embedded"
 # Memory of other processes, lent to a daemon.
 run "$dir/bin/test_gpu_export" "$dir/bin/dropkvd"
 if command -v python3 >/dev/null; then
-    run python3 -B "$dir/python/test_gpu_ipc.py" "$dir/bin/dropkvd"
+    for test in test_gpu_regions test_gpu_deaths test_two_gpus; do
+        run python3 -B "$dir/python/$test.py" "$dir/bin/dropkvd"
+    done
 else
-    echo "skipped: test_gpu_ipc.py: no python3"
+    echo "skipped: what is written in Python: no python3"
 fi
 # The reference is slow and on the CPU: several processes share the cases, and the GPU.
 jobs=$(nproc)
