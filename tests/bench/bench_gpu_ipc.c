@@ -30,6 +30,7 @@ enum { SETS = 6, LAYERS = 32 };
 
 static double seconds;        /* of each measurement */
 static uint32_t busy_poll_us; /* of clients */
+static char folder[] = "/tmp/dropkv-bench-XXXXXX";
 
 /* Of the daemon's own account: until the batch started, and in the worker. */
 static struct bench_times queued, computed;
@@ -212,11 +213,16 @@ static void beside_hog(struct bench_engine *e, const struct bench_daemon *server
     }
 }
 
+static void remove_folder(void)
+{
+    rmdir(folder);
+}
+
 int main(int argc, char **argv)
 {
     struct bench_daemon server, single;
     struct bench_engine engine = {0};
-    char folder[] = "/tmp/dropkv-bench-XXXXXX", path[64];
+    char path[64];
     int go;
     if (argc < 2) {
         fprintf(stderr, "usage: %s DROPKVD [SECONDS]\n", argv[0]);
@@ -227,6 +233,7 @@ int main(int argc, char **argv)
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (mkdtemp(folder) == NULL)
         bench_die("folder", folder);
+    atexit(remove_folder);
     const pid_t hog = bench_hog_start(&go);
     snprintf(path, sizeof(path), "%s/all", folder);
     bench_daemon_start(&server, argv[1], path, "--log-level", "info");
@@ -259,6 +266,5 @@ int main(int argc, char **argv)
     engine.ops->close(engine.engine);
     bench_daemon_stop(&server);
     bench_daemon_stop(&single);
-    rmdir(folder);
     return 0;
 }
