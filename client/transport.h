@@ -79,7 +79,7 @@ struct dkv_transport_ops {
     const struct dkv_transport_objects *objects; /* NULL: none */
 };
 
-/* What a daemon on the same host, or an embedded engine, keeps for a client; client/dropkv.h
+/* What a daemon on the same host, or an embedded engine, keeps for a client; client/dropkv/
  * documents each. detach blocks until the deadline at most. */
 struct dkv_transport_objects {
     enum dkv_status (*add_cache)(struct dkv_transport *transport,

@@ -26,7 +26,7 @@ for header in $(find proto kernels client server tests -name '*.h' | sort); do
     count=$((count + 1))
 done
 if [ -n "$cxx" ]; then
-    for header in proto/types.h proto/block.h proto/params.h proto/request.h kernels/engine.h client/dropkv.h; do
+    for header in proto/types.h proto/block.h proto/params.h proto/request.h kernels/engine.h client/dropkv.h client/dropkv/*.h; do
         [ -f "$header" ] || continue
         $cxx -std=c++17 -Wall -Wextra -Werror -I. -fsyntax-only -x c++ "$header" ||
             { echo "$header does not compile alone as C++"; exit 1; }

@@ -1,5 +1,5 @@
 #!/bin/sh
-# The public header, the version script and the built library name the same functions.
+# The public headers, the version script and the built library name the same functions.
 #
 # usage: check_exports.sh LIBRARY ROOT
 set -eu
@@ -8,7 +8,7 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 
 sed -n 's/^ *\(dropkv_[a-z_]*\);$/\1/p' "$root/client/libdropkv.map" | sort >"$scratch/script"
-sed -n '/^DROPKV_API/p' "$root/client/dropkv.h" |
+sed -n '/^DROPKV_API/p' "$root"/client/dropkv/*.h |
     sed 's/.*[ *]\(dropkv_[a-z_]*\)(.*/\1/' | sort >"$scratch/header"
 nm -D --defined-only "$library" | awk '$2 == "T" || $2 == "D" || $2 == "B" || $2 == "R" {
     sub(/@.*/, "", $3); print $3 }' | sort >"$scratch/library"

@@ -25,8 +25,9 @@ DESTDIR=$scratch meson install -C "$build" --no-rebuild --quiet >"$scratch/insta
 pc=$(find "$scratch" -name dropkv.pc)
 lib=$(dirname "$(find "$scratch" -name libdropkv.so)")
 [ -n "$pc" ] || fail "dropkv.pc was not installed"
-[ "$(find "$scratch" -name '*.h' -path '*include*' | wc -l)" -eq 1 ] ||
-    fail "dropkv.h is not the only installed header"
+find "$scratch" -name '*.h' -path '*include*' | sed 's|.*/include/||' | sort >"$scratch/headers"
+(cd "$root/client" && ls dropkv.h dropkv/*.h) | sort | diff "$scratch/headers" - ||
+    fail "the installed headers are not dropkv.h and its parts"
 
 PKG_CONFIG_PATH=$(dirname "$pc") PKG_CONFIG_SYSROOT_DIR=$scratch
 export PKG_CONFIG_PATH PKG_CONFIG_SYSROOT_DIR
