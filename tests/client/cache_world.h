@@ -3,7 +3,7 @@
 #ifndef DKV_TESTS_CLIENT_CACHE_WORLD_H
 #define DKV_TESTS_CLIENT_CACHE_WORLD_H
 
-#include "client/cli/synth.h"
+#include "tests/client/calls.h"
 #include "tests/client/ipc_fixture.h"
 
 #include <math.h>
@@ -56,6 +56,7 @@ struct rows {
 
 static const char *program;
 static struct layer layers[LAYERS];
+static const struct dkv_test_shape shape = {Q_HEADS, KV_HEADS, DIM, ROWS, TOKENS};
 static const struct dropkv_param params[] = {{"keep_tokens", DROPKV_PARAM_INT, KEEP, 0, NULL}};
 
 /* ---- what the daemon is told ---- */
@@ -231,16 +232,8 @@ static inline void assert_refused(const struct world *world, const struct dropkv
 
 static inline struct dropkv_request plain_request(int layer, int want_scores)
 {
-    struct dropkv_request r = DROPKV_REQUEST_INIT;
-    r.batch = 1;
-    r.q_heads = Q_HEADS;
-    r.kv_heads = KV_HEADS;
-    r.head_dim = DIM;
-    r.q_rows = ROWS;
-    r.n_tokens = TOKENS;
-    r.query = (struct dropkv_tensor){.data = layers[layer].query, .dtype = DROPKV_FP32};
-    r.key = (struct dropkv_tensor){.data = layers[layer].key, .dtype = DROPKV_FP32};
-    r.value = (struct dropkv_tensor){.data = layers[layer].value, .dtype = DROPKV_FP32};
+    const struct layer *at = &layers[layer];
+    struct dropkv_request r = dkv_test_request(&shape, 1, at->query, at->key, at->value);
     r.params = params;
     r.n_params = 1;
     r.want_scores = want_scores;
@@ -268,10 +261,8 @@ static inline void assert_layers(const struct dropkv_result *result, int first, 
 
 static inline int begin(void **unused)
 {
-    struct dkv_random random;
     (void)unused;
-    dkv_random_init(&random, 17);
-    dkv_random_normal(&random, DKV_FP32, layers, sizeof(layers) / (sizeof(float)));
+    dkv_test_fill(layers, sizeof(layers), 17);
     return dkv_test_begin(program);
 }
 

@@ -4,6 +4,7 @@
  * usage: test_client_allocations DROPKVD
  */
 #include "client/cli/synth.h"
+#include "tests/client/calls.h"
 #include "tests/client/ipc_fixture.h"
 
 #include <setjmp.h>
@@ -80,19 +81,12 @@ void *__wrap_aligned_alloc(size_t alignment, size_t bytes)
 
 static const float sinks[Q_HEADS] = {1, 2, 3, 4};
 
+static const struct dkv_test_shape shape = {Q_HEADS, KV_HEADS, DIM, ROWS, TOKENS};
+
 static struct dropkv_request make_request(const struct tensors *from, uint32_t batch, int scores)
 {
     static const struct dropkv_param params[] = {{"keep_tokens", DROPKV_PARAM_INT, 20, 0, NULL}};
-    struct dropkv_request r = DROPKV_REQUEST_INIT;
-    r.batch = batch;
-    r.q_heads = Q_HEADS;
-    r.kv_heads = KV_HEADS;
-    r.head_dim = DIM;
-    r.q_rows = ROWS;
-    r.n_tokens = TOKENS;
-    r.query = (struct dropkv_tensor){.data = from->query, .dtype = DROPKV_FP32};
-    r.key = (struct dropkv_tensor){.data = from->key, .dtype = DROPKV_FP32};
-    r.value = (struct dropkv_tensor){.data = from->value, .dtype = DROPKV_FP32};
+    struct dropkv_request r = dkv_test_request(&shape, batch, from->query, from->key, from->value);
     r.sink_logits = sinks;
     r.params = params;
     r.n_params = 1;
@@ -223,10 +217,8 @@ static void a_result_outlives_its_client(void **unused)
 
 static int begin(void **unused)
 {
-    struct dkv_random random;
     (void)unused;
-    dkv_random_init(&random, 23);
-    dkv_random_normal(&random, DKV_FP32, &tensors, sizeof(tensors) / sizeof(float));
+    dkv_test_fill(&tensors, sizeof(tensors), 23);
     return dkv_test_begin(program);
 }
 

@@ -4,6 +4,7 @@
  * usage: test_client_answers DROPKVD
  */
 #include "client/cli/synth.h"
+#include "tests/client/calls.h"
 #include "tests/client/ipc_fixture.h"
 
 #include <setjmp.h>
@@ -27,35 +28,16 @@ static struct {
 
 static const struct dropkv_param params[] = {{"keep_tokens", DROPKV_PARAM_INT, KEEP, 0, NULL}};
 
+static const struct dkv_test_shape shape = {Q_HEADS, KV_HEADS, DIM, ROWS, TOKENS};
+
 static struct dropkv_request make_request(uint32_t batch, int want_scores)
 {
-    struct dropkv_request r = DROPKV_REQUEST_INIT;
-    r.batch = batch;
-    r.q_heads = Q_HEADS;
-    r.kv_heads = KV_HEADS;
-    r.head_dim = DIM;
-    r.q_rows = ROWS;
-    r.n_tokens = TOKENS;
-    r.query = (struct dropkv_tensor){.data = tensors.query, .dtype = DROPKV_FP32};
-    r.key = (struct dropkv_tensor){.data = tensors.key, .dtype = DROPKV_FP32};
-    r.value = (struct dropkv_tensor){.data = tensors.value, .dtype = DROPKV_FP32};
+    struct dropkv_request r = dkv_test_request(&shape, batch, tensors.query, tensors.key,
+                                               tensors.value);
     r.params = params;
     r.n_params = 1;
     r.want_scores = want_scores;
     return r;
-}
-
-static void assert_same(const struct dropkv_result *a, const struct dropkv_result *b)
-{
-    const size_t n_heads = (size_t)a->batch * a->kv_heads;
-    assert_int_equal(a->status, DROPKV_OK);
-    assert_int_equal(a->batch, b->batch);
-    assert_int_equal(a->keep_tokens, b->keep_tokens);
-    assert_memory_equal(a->keep_indices, b->keep_indices,
-                        n_heads * a->keep_tokens * sizeof(int32_t));
-    assert_int_equal(a->scores != NULL, b->scores != NULL);
-    if (a->scores != NULL)
-        assert_memory_equal(a->scores, b->scores, n_heads * TOKENS * sizeof(float));
 }
 
 /* Which file this address is a mapping of: its inode; 0: of none. */
@@ -93,7 +75,7 @@ static void they_are_the_engines(void **unused)
             warm_up(client, &r);
             struct dropkv_result *result = dkv_test_score(client, &r);
             assert_true(file_at(result->keep_indices) != 0);
-            assert_same(result, wanted);
+            dkv_test_assert_same(result, wanted);
             dropkv_result_free(result);
             dropkv_result_free(wanted);
         }
@@ -124,7 +106,7 @@ static void a_result_keeps_its_memory(void **unused)
     }
     dropkv_client_close(client);
     for (int i = 0; i < 2 * N; i++) {
-        assert_same(results[i], wanted[i / N]);
+        dkv_test_assert_same(results[i], wanted[i / N]);
         dropkv_result_free(results[i]);
     }
     dropkv_result_free(wanted[0]);
@@ -174,7 +156,7 @@ static void memory_of_a_request_that_was_given_up_is_not(void **unused)
         for (int i = 0; i < 3; i++) {
             result = dkv_test_score(client, &r);
             assert_true(file_at(result->keep_indices) != file);
-            assert_same(result, wanted);
+            dkv_test_assert_same(result, wanted);
             dropkv_result_free(result);
         }
     }
@@ -218,12 +200,12 @@ static void a_daemon_that_was_killed_is_found_again(void **unused)
     while (dropkv_in_flight(client) > 0)
         assert_int_equal(dropkv_dispatch(client, -1, NULL), DROPKV_OK);
     result = dropkv_next_result(client);
-    assert_same(result, wanted);
+    dkv_test_assert_same(result, wanted);
     dropkv_result_free(result);
     warm_up(client, &r);
     result = dkv_test_score(client, &r);
     assert_true(file_at(result->keep_indices) != 0);
-    assert_same(result, wanted);
+    dkv_test_assert_same(result, wanted);
     dropkv_result_free(result);
     dropkv_result_free(wanted);
     dropkv_client_close(client);
@@ -231,10 +213,8 @@ static void a_daemon_that_was_killed_is_found_again(void **unused)
 
 static int begin(void **unused)
 {
-    struct dkv_random random;
     (void)unused;
-    dkv_random_init(&random, 29);
-    dkv_random_normal(&random, DKV_FP32, &tensors, sizeof(tensors) / sizeof(float));
+    dkv_test_fill(&tensors, sizeof(tensors), 29);
     return dkv_test_begin(program);
 }
 

@@ -3,6 +3,7 @@
  *
  * usage: test_client_cache DROPKVD
  */
+#include "client/cli/synth.h"
 #include "tests/client/cache_world.h"
 
 static void a_prompt_has_the_answers_of_its_layers(void **unused)
@@ -80,11 +81,9 @@ static void what_policies_take_is_each_layers_own(void **unused)
     static float tokens[LAYERS][KV_HEADS][TOKENS], metric[LAYERS][Q_HEADS][DIM][DIM];
     static const char *const policies[] = {"criticalkv", "h2o", "external", "restkv"};
     struct world world = open_world();
-    struct dkv_random random;
     (void)unused;
-    dkv_random_init(&random, 21);
-    dkv_random_normal(&random, DKV_FP32, tokens, sizeof(tokens) / sizeof(float));
-    dkv_random_normal(&random, DKV_FP32, metric, sizeof(metric) / sizeof(float));
+    dkv_test_fill(tokens, sizeof(tokens), 21);
+    dkv_test_fill(metric, sizeof(metric), 121);
     for (float *x = &tokens[0][0][0]; x < &tokens[0][0][0] + sizeof(tokens) / sizeof(float); x++)
         *x = fabsf(*x);
     for (int which = 0; which < 4; which++) {

@@ -3,6 +3,7 @@
  * usage: test_client_http DROPKVD
  */
 #include "client/dropkv.h"
+#include "tests/client/calls.h"
 #include "tests/client/http_fixture.h"
 
 #include <poll.h>
@@ -29,61 +30,28 @@ static float dense_value[KV_HEADS][TOKENS][DIM];
 
 static const struct dropkv_param budget[] = {{"keep_tokens", DROPKV_PARAM_INT, KEEP, 0, NULL}};
 
-static float noise(void)
-{
-    return (float)rand() / (float)RAND_MAX - 0.5f;
-}
+static const struct dkv_test_shape shape = {Q_HEADS, KV_HEADS, DIM, ROWS, TOKENS};
 
 static void fill_tensors(void)
 {
-    srand(7);
-    for (int i = 0; i < Q_HEADS * ROWS * DIM; i++)
-        (&query[0][0][0])[i] = 4.0f * noise();
+    dkv_test_fill(query, sizeof(query), 1);
+    dkv_test_fill(key, sizeof(key), 2);
+    dkv_test_fill(value, sizeof(value), 3);
     for (int t = 0; t < TOKENS; t++)
-        for (int h = 0; h < KV_HEADS; h++)
-            for (int d = 0; d < DIM; d++) {
-                dense_key[h][t][d] = key[t][h][d] = 4.0f * noise();
-                dense_value[h][t][d] = value[t][h][d] = noise();
-            }
+        for (int h = 0; h < KV_HEADS; h++) {
+            memcpy(dense_key[h][t], key[t][h], sizeof(key[t][h]));
+            memcpy(dense_value[h][t], value[t][h], sizeof(value[t][h]));
+        }
 }
 
 static struct dropkv_request make_request(void)
 {
-    struct dropkv_request r = DROPKV_REQUEST_INIT;
-    r.batch = 1;
-    r.q_heads = Q_HEADS;
-    r.kv_heads = KV_HEADS;
-    r.head_dim = DIM;
-    r.q_rows = ROWS;
-    r.n_tokens = TOKENS;
-    r.query = (struct dropkv_tensor){.data = query, .dtype = DROPKV_FP32};
-    r.key = (struct dropkv_tensor){.data = key,
-                                   .dtype = DROPKV_FP32,
-                                   .token_stride = sizeof(key[0]),
-                                   .head_stride = sizeof(key[0][0])};
-    r.value = (struct dropkv_tensor){.data = value,
-                                     .dtype = DROPKV_FP32,
-                                     .token_stride = sizeof(value[0]),
-                                     .head_stride = sizeof(value[0][0])};
+    struct dropkv_request r = dkv_test_request(&shape, 1, query, key, value);
+    r.key.token_stride = r.value.token_stride = sizeof(key[0]);
+    r.key.head_stride = r.value.head_stride = sizeof(key[0][0]);
     r.params = budget;
     r.n_params = 1;
     return r;
-}
-
-static struct dropkv_result *score(struct dropkv_client *client, const struct dropkv_request *r)
-{
-    struct dropkv_result *result;
-    struct dropkv_error error = {0};
-    if (dropkv_score(client, r, &result, &error) != DROPKV_OK)
-        fail_msg("%s", error.text);
-    return result;
-}
-
-static void assert_same_kept(const struct dropkv_result *a, const struct dropkv_result *b)
-{
-    assert_int_equal(a->keep_tokens, b->keep_tokens);
-    assert_memory_equal(a->keep_indices, b->keep_indices,
-                        a->batch * a->kv_heads * a->keep_tokens * sizeof(int32_t));
 }
 
 /* ---- with a real daemon ---- */
@@ -95,7 +63,7 @@ static void a_request_is_scored(void **state)
     struct dropkv_request r = make_request();
     r.want_scores = 1;
     r.user = &r;
-    struct dropkv_result *result = score(client, &r);
+    struct dropkv_result *result = dkv_test_score(client, &r);
     assert_int_equal(result->keep_tokens, KEEP);
     assert_int_equal(result->kv_heads, KV_HEADS);
     assert_int_equal(result->n_tokens, TOKENS);
@@ -115,14 +83,14 @@ static void strides_do_not_change_the_answer(void **state)
     (void)state;
     struct dropkv_client *client = dkv_test_http_client(daemon_of_all.url, 0);
     struct dropkv_request strided = make_request();
-    struct dropkv_request dense = make_request();
-    dense.key = (struct dropkv_tensor){.data = dense_key, .dtype = DROPKV_FP32};
-    dense.value = (struct dropkv_tensor){.data = dense_value, .dtype = DROPKV_FP32};
+    struct dropkv_request dense = dkv_test_request(&shape, 1, query, dense_key, dense_value);
+    dense.params = budget;
+    dense.n_params = 1;
     strided.want_scores = dense.want_scores = 1;
 
-    struct dropkv_result *results[2] = {score(client, &strided), score(client, &dense)};
-    assert_same_kept(results[0], results[1]);
-    assert_memory_equal(results[0]->scores, results[1]->scores, KV_HEADS * TOKENS * sizeof(float));
+    struct dropkv_result *results[2] = {dkv_test_score(client, &strided),
+                                        dkv_test_score(client, &dense)};
+    dkv_test_assert_same(results[0], results[1]);
     dropkv_result_free(results[0]);
     dropkv_result_free(results[1]);
     dropkv_client_close(client);
@@ -134,7 +102,7 @@ static void sixteen_requests_are_in_flight_behind_one_descriptor(void **state)
     enum { N = 16 };
     struct dropkv_client *client = dkv_test_http_client(daemon_of_all.url, 0);
     struct dropkv_request r = make_request();
-    struct dropkv_result *alone = score(client, &r);
+    struct dropkv_result *alone = dkv_test_score(client, &r);
     uint64_t ids[N];
     int seen[N] = {0};
     int n_done = 0;
@@ -152,7 +120,7 @@ static void sixteen_requests_are_in_flight_behind_one_descriptor(void **state)
         assert_int_equal(dropkv_dispatch(client, 0, NULL), DROPKV_OK);
         while ((result = dropkv_next_result(client)) != NULL) {
             assert_int_equal(result->status, DROPKV_OK);
-            assert_same_kept(result, alone);
+            dkv_test_assert_same(result, alone);
             *(int *)result->user += 1;
             n_done++;
             dropkv_result_free(result);
@@ -173,7 +141,7 @@ static void a_blocking_call_leaves_other_results_alone(void **state)
     struct dropkv_request r = make_request();
     uint64_t id;
     assert_int_equal(dropkv_submit(client, &r, &id, NULL), DROPKV_OK);
-    struct dropkv_result *mine = score(client, &r);
+    struct dropkv_result *mine = dkv_test_score(client, &r);
     assert_true(mine->id != id);
     while (dropkv_in_flight(client) > 0)
         assert_int_equal(dropkv_dispatch(client, -1, NULL), DROPKV_OK);
@@ -276,7 +244,7 @@ static void a_killed_daemon_is_an_error_and_a_new_one_is_found(void **state)
     struct dropkv_result *result;
     dkv_test_daemon_start(&daemon, daemon_program, 0);
     struct dropkv_client *client = dkv_test_http_client(daemon.url, -1);
-    dropkv_result_free(score(client, &r)); /* a kept-alive connection */
+    dropkv_result_free(dkv_test_score(client, &r)); /* a kept-alive connection */
 
     kill(daemon.pid, SIGSTOP); /* so that the requests are surely unanswered when it dies */
     for (int i = 0; i < 4; i++)
@@ -297,7 +265,7 @@ static void a_killed_daemon_is_an_error_and_a_new_one_is_found(void **state)
     assert_int_equal(dropkv_health(client, 1000000, NULL), DROPKV_E_UNAVAILABLE);
 
     dkv_test_daemon_start(&daemon, daemon_program, daemon.port);
-    dropkv_result_free(score(client, &r)); /* the same client, without being told */
+    dropkv_result_free(dkv_test_score(client, &r)); /* the same client, without being told */
     dropkv_client_close(client);
     dkv_test_daemon_stop(&daemon, SIGTERM);
 }
@@ -309,7 +277,7 @@ static void a_restart_is_survived_by_retrying(void **state)
     struct dropkv_request r = make_request();
     dkv_test_daemon_start(&daemon, daemon_program, 0);
     struct dropkv_client *client = dkv_test_http_client(daemon.url, 100);
-    dropkv_result_free(score(client, &r));
+    dropkv_result_free(dkv_test_score(client, &r));
     kill(daemon.pid, SIGSTOP);
     assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
     for (int i = 0; i < 20; i++)

@@ -3,6 +3,7 @@
  * usage: test_client_http_servers
  */
 #include "client/dropkv.h"
+#include "tests/client/calls.h"
 #include "tests/client/http_fixture.h"
 
 #include <setjmp.h>
@@ -32,13 +33,8 @@ static struct dropkv_request tiny_request(void)
     static const struct dropkv_param two[] = {{"keep_tokens", DROPKV_PARAM_INT, 2, 0, NULL},
                                               {"recent", DROPKV_PARAM_INT, 1, 0, NULL},
                                               {"window", DROPKV_PARAM_INT, 1, 0, NULL}};
-    struct dropkv_request r = DROPKV_REQUEST_INIT;
-    r.batch = 1;
-    r.q_heads = r.kv_heads = 1;
-    r.head_dim = DIM;
-    r.q_rows = ROWS;
-    r.n_tokens = 4;
-    r.query = r.key = r.value = (struct dropkv_tensor){.data = zeros, .dtype = DROPKV_FP32};
+    const struct dkv_test_shape shape = {1, 1, DIM, ROWS, 4};
+    struct dropkv_request r = dkv_test_request(&shape, 1, zeros, zeros, zeros);
     r.params = two;
     r.n_params = 3;
     return r;

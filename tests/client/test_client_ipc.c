@@ -5,6 +5,7 @@
  */
 #include "client/buffer.h"
 #include "client/cli/synth.h"
+#include "tests/client/calls.h"
 #include "tests/client/ipc_fixture.h"
 
 #include <math.h>
@@ -33,33 +34,14 @@ static const char *program;
 static struct tensors tensors;
 static const struct dropkv_param params[] = {{"keep_tokens", DROPKV_PARAM_INT, 30, 0, NULL}};
 
+static const struct dkv_test_shape shape = {Q_HEADS, KV_HEADS, DIM, ROWS, TOKENS};
+
 static struct dropkv_request make_request(const struct tensors *from, uint32_t batch)
 {
-    struct dropkv_request r = DROPKV_REQUEST_INIT;
-    r.batch = batch;
-    r.q_heads = Q_HEADS;
-    r.kv_heads = KV_HEADS;
-    r.head_dim = DIM;
-    r.q_rows = ROWS;
-    r.n_tokens = TOKENS;
-    r.query = (struct dropkv_tensor){.data = from->query, .dtype = DROPKV_FP32};
-    r.key = (struct dropkv_tensor){.data = from->key, .dtype = DROPKV_FP32};
-    r.value = (struct dropkv_tensor){.data = from->value, .dtype = DROPKV_FP32};
+    struct dropkv_request r = dkv_test_request(&shape, batch, from->query, from->key, from->value);
     r.params = params;
     r.n_params = 1;
     return r;
-}
-
-static void assert_same(const struct dropkv_result *a, const struct dropkv_result *b)
-{
-    assert_int_equal(a->status, DROPKV_OK);
-    assert_int_equal(a->batch, b->batch);
-    assert_int_equal(a->keep_tokens, b->keep_tokens);
-    const size_t n_heads = (size_t)a->batch * a->kv_heads;
-    assert_memory_equal(a->keep_indices, b->keep_indices,
-                        n_heads * a->keep_tokens * sizeof(int32_t));
-    if (b->scores != NULL)
-        assert_memory_equal(a->scores, b->scores, n_heads * a->n_tokens * sizeof(float));
 }
 
 /* The tensors in a buffer that was added to the client. */
@@ -83,8 +65,8 @@ static void sent_and_shared_tensors_have_the_engines_answers(void **unused)
             struct dropkv_result *wanted = dkv_test_expect(&sent);
             struct dropkv_result *a = dkv_test_score(client, &sent);
             struct dropkv_result *b = dkv_test_score(client, &shared);
-            assert_same(a, wanted);
-            assert_same(b, wanted);
+            dkv_test_assert_same(a, wanted);
+            dkv_test_assert_same(b, wanted);
             assert_int_equal(b->n_attempts, 1);
             assert_string_equal(b->backend, wanted->backend);
             dropkv_result_free(wanted);
@@ -109,7 +91,7 @@ static void what_lies_in_a_buffer_is_read_there(void **unused)
     struct dropkv_request changed = make_request(&tensors, 1);
     changed.key.data = tensors.key[1];
     struct dropkv_result *wanted = dkv_test_expect(&changed);
-    assert_same(after, wanted);
+    dkv_test_assert_same(after, wanted);
     assert_memory_not_equal(before->keep_indices, after->keep_indices,
                             KV_HEADS * 30 * sizeof(int32_t));
     dropkv_result_free(before);
@@ -141,7 +123,7 @@ static void strides_and_the_order_of_dimensions_are_numbers(void **unused)
     packed.key.head_stride = packed.value.head_stride = sizeof(cache[0][0][0]);
     struct dropkv_result *wanted = dkv_test_expect(&dense);
     struct dropkv_result *got = dkv_test_score(client, &packed);
-    assert_same(got, wanted);
+    dkv_test_assert_same(got, wanted);
     dropkv_result_free(wanted);
     dropkv_result_free(got);
     dropkv_client_close(client);
@@ -177,7 +159,7 @@ static void many_in_flight_are_answered_once_each_and_a_bad_one_fails_alone(void
             if (mine == &seen[BAD])
                 assert_int_equal(result->status, DROPKV_E_INVALID);
             else
-                assert_same(result, wanted);
+                dkv_test_assert_same(result, wanted);
             dropkv_result_free(result);
         }
     }
@@ -203,7 +185,7 @@ static void cancelled_and_late_requests_do_not_disturb_others(void **unused)
     kill(dkv_test_daemon_pid, SIGCONT);
     request.timeout_us = 0;
     result = dkv_test_score(client, &request);
-    assert_same(result, first);
+    dkv_test_assert_same(result, first);
     dropkv_result_free(first);
     dropkv_result_free(result);
     dropkv_client_close(client);
@@ -222,12 +204,12 @@ static void a_daemon_that_was_killed_is_found_again_with_all_buffers(void **unus
     assert_int_equal(dropkv_score(client, &request, &result, &error), DROPKV_E_UNAVAILABLE);
     dkv_test_start_daemon();
     result = dkv_test_score(client, &request);
-    assert_same(result, before);
+    dkv_test_assert_same(result, before);
     dropkv_result_free(result);
     dkv_test_stop_daemon(SIGTERM); /* the connection ends while nothing is in flight */
     dkv_test_start_daemon();
     result = dkv_test_score(client, &request);
-    assert_same(result, before);
+    dkv_test_assert_same(result, before);
     dropkv_result_free(result);
     dropkv_result_free(before);
     dropkv_client_close(client);
@@ -259,7 +241,7 @@ static void scales_per_head_and_sink_logits_cross_the_socket(void **unused)
         }
         struct dropkv_result *wanted = dkv_test_expect(&r);
         struct dropkv_result *got = dkv_test_score(client, &r);
-        assert_same(got, wanted);
+        dkv_test_assert_same(got, wanted);
         dropkv_result_free(wanted);
         dropkv_result_free(got);
     }
@@ -280,11 +262,9 @@ static void what_policies_take_crosses_the_socket(void **unused)
     static const char *const policies[] = {"criticalkv", "h2o", "external", "restkv"};
     struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
     struct dropkv_buffer *buffer = share(client);
-    struct dkv_random random;
     (void)unused;
-    dkv_random_init(&random, 12);
-    dkv_random_normal(&random, DKV_FP32, tokens, sizeof(tokens) / sizeof(float));
-    dkv_random_normal(&random, DKV_FP32, metric, sizeof(metric) / sizeof(float));
+    dkv_test_fill(tokens, sizeof(tokens), 12);
+    dkv_test_fill(metric, sizeof(metric), 112);
     for (float *x = &tokens[0][0][0]; x < &tokens[0][0][0] + sizeof(tokens) / sizeof(float); x++)
         *x = fabsf(*x);
     for (unsigned which = 0; which < 8; which++) {
@@ -299,7 +279,7 @@ static void what_policies_take_crosses_the_socket(void **unused)
         *extras[which / 2] = which / 2 == 3 ? &metric[0][0][0] : &tokens[0][0][0];
         struct dropkv_result *wanted = dkv_test_expect(&r);
         struct dropkv_result *got = dkv_test_score(client, &r);
-        assert_same(got, wanted);
+        dkv_test_assert_same(got, wanted);
         dropkv_result_free(wanted);
         dropkv_result_free(got);
     }
@@ -347,7 +327,7 @@ static void plain_requests_wait_for_fences_and_answer_into_buffers(void **unused
     assert_int_equal(dropkv_dispatch(client, -1, &error), DROPKV_OK);
     result = dropkv_next_result(client);
     assert_non_null(result);
-    assert_same(result, wanted);
+    dkv_test_assert_same(result, wanted);
     assert_ptr_equal(result->keep_indices, (char *)slot + AT);
     dropkv_result_free(result);
     dropkv_result_free(wanted);
@@ -398,7 +378,7 @@ static void gpu_memory_that_a_daemon_refuses_is_never_read_here(void **unused)
     assert_non_null(strstr(error.text, "ends before"));
     r.key.data = tensors.key; /* others are not concerned */
     result = dkv_test_score(client, &r);
-    assert_same(result, expected);
+    dkv_test_assert_same(result, expected);
     dropkv_result_free(result);
     dropkv_result_free(expected);
     dropkv_client_remove_buffer(client, &buffer);
@@ -464,7 +444,7 @@ static void a_batch_of_thousands_is_one_request(void **unused)
     r.n_params = 1;
     struct dropkv_result *wanted = dkv_test_expect(&r);
     struct dropkv_result *got = dkv_test_score(client, &r);
-    assert_same(got, wanted);
+    dkv_test_assert_same(got, wanted);
     dropkv_result_free(wanted);
     dropkv_result_free(got);
     dropkv_client_close(client);
@@ -510,10 +490,8 @@ static void health_and_info_tell_of_the_daemon(void **unused)
 
 static int begin(void **unused)
 {
-    struct dkv_random random;
     (void)unused;
-    dkv_random_init(&random, 7);
-    dkv_random_normal(&random, DKV_FP32, &tensors, sizeof(tensors) / sizeof(float));
+    dkv_test_fill(&tensors, sizeof(tensors), 7);
     return dkv_test_begin(program);
 }
 

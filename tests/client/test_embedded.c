@@ -1,6 +1,7 @@
 /* The engine inside the process, through the library's calls: the same promises as over HTTP. */
 #include "client/cli/synth.h"
 #include "client/transport.h"
+#include "tests/client/calls.h"
 
 #include <float.h>
 #include <math.h>
@@ -14,6 +15,8 @@
 
 #include <cmocka.h>
 
+#define ENDPOINT "embedded:cpu?threads=2"
+
 enum { Q_HEADS = 4, KV_HEADS = 2, TOKENS = 200, DIM = 32, ROWS = 8, BATCH_MAX = 40 };
 
 static float query[BATCH_MAX][Q_HEADS][ROWS][DIM];
@@ -22,55 +25,24 @@ static float value[BATCH_MAX][KV_HEADS][TOKENS][DIM];
 
 static const struct dropkv_param params[] = {{"keep_tokens", DROPKV_PARAM_INT, 20, 0, NULL}};
 
+static const struct dkv_test_shape shape = {Q_HEADS, KV_HEADS, DIM, ROWS, TOKENS};
+
 static struct dropkv_request make_request(uint32_t batch)
 {
-    struct dropkv_request r = DROPKV_REQUEST_INIT;
-    r.batch = batch;
-    r.q_heads = Q_HEADS;
-    r.kv_heads = KV_HEADS;
-    r.head_dim = DIM;
-    r.q_rows = ROWS;
-    r.n_tokens = TOKENS;
-    r.query = (struct dropkv_tensor){.data = query, .dtype = DROPKV_FP32};
-    r.key = (struct dropkv_tensor){.data = key, .dtype = DROPKV_FP32};
-    r.value = (struct dropkv_tensor){.data = value, .dtype = DROPKV_FP32};
+    struct dropkv_request r = dkv_test_request(&shape, batch, query, key, value);
     r.params = params;
     r.n_params = 1;
     return r;
-}
-
-static struct dropkv_client *open_client(void)
-{
-    struct dropkv_client *client = NULL;
-    struct dropkv_error error;
-    if (dropkv_client_open("embedded:cpu?threads=2", NULL, &client, &error) != DROPKV_OK)
-        fail_msg("%s", error.text);
-    return client;
-}
-
-static struct dropkv_result *score(struct dropkv_client *client, const struct dropkv_request *r)
-{
-    struct dropkv_result *result;
-    struct dropkv_error error = {0};
-    if (dropkv_score(client, r, &result, &error) != DROPKV_OK)
-        fail_msg("%s", error.text);
-    return result;
-}
-
-static bool is_readable(const struct dropkv_client *client)
-{
-    struct pollfd pollfd = {.fd = dropkv_fd(client), .events = POLLIN};
-    return poll(&pollfd, 1, 0) == 1;
 }
 
 /* More sequences than one engine batch takes, each scored as if it were alone. */
 static void a_batch_is_its_sequences(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client();
+    struct dropkv_client *client = dkv_test_open(ENDPOINT);
     struct dropkv_request all = make_request(BATCH_MAX);
     all.want_scores = 1;
-    struct dropkv_result *together = score(client, &all);
+    struct dropkv_result *together = dkv_test_score(client, &all);
     assert_int_equal(together->batch, BATCH_MAX);
     assert_true(together->compute_ns > 0 && together->compute_ns <= together->elapsed_ns);
     for (int b = 0; b < BATCH_MAX; b++) {
@@ -79,7 +51,7 @@ static void a_batch_is_its_sequences(void **state)
         one.key.data = key[b];
         one.value.data = value[b];
         one.want_scores = 1;
-        struct dropkv_result *alone = score(client, &one);
+        struct dropkv_result *alone = dkv_test_score(client, &one);
         assert_memory_equal(alone->keep_indices,
                             together->keep_indices + b * KV_HEADS * alone->keep_tokens,
                             KV_HEADS * alone->keep_tokens * sizeof(int32_t));
@@ -94,16 +66,16 @@ static void a_batch_is_its_sequences(void **state)
 static void the_descriptor_is_readable_while_work_waits(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client();
+    struct dropkv_client *client = dkv_test_open(ENDPOINT);
     struct dropkv_request r = make_request(1);
     uint64_t id;
-    assert_false(is_readable(client));
+    assert_false(dkv_test_is_readable(client));
     for (int i = 0; i < 3; i++)
         assert_int_equal(dropkv_submit(client, &r, &id, NULL), DROPKV_OK);
-    assert_true(is_readable(client));
+    assert_true(dkv_test_is_readable(client));
     assert_int_equal(dropkv_cancel(client, id), DROPKV_OK);
     int n = 0;
-    while (is_readable(client)) {
+    while (dkv_test_is_readable(client)) {
         struct dropkv_result *result;
         assert_int_equal(dropkv_dispatch(client, 0, NULL), DROPKV_OK);
         while ((result = dropkv_next_result(client)) != NULL) {
@@ -117,7 +89,7 @@ static void the_descriptor_is_readable_while_work_waits(void **state)
     assert_int_equal(dropkv_in_flight(client), 0);
     assert_int_equal(dropkv_submit(client, &r, &id, NULL), DROPKV_OK);
     assert_int_equal(dropkv_cancel(client, id), DROPKV_OK);
-    assert_false(is_readable(client));
+    assert_false(dkv_test_is_readable(client));
     dropkv_client_close(client);
 }
 
@@ -185,7 +157,7 @@ static void caches_of_other_clients_are_refused(void **state)
 static void a_child_may_close_its_parents_client(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client();
+    struct dropkv_client *client = dkv_test_open(ENDPOINT);
     struct dropkv_request r = make_request(1);
     struct dropkv_result *result;
     int status;
@@ -198,7 +170,7 @@ static void a_child_may_close_its_parents_client(void **state)
     }
     assert_int_equal(waitpid(child, &status, 0), child);
     assert_int_equal(status, 0);
-    assert_true(is_readable(client));
+    assert_true(dkv_test_is_readable(client));
     assert_int_equal(dropkv_dispatch(client, 0, NULL), DROPKV_OK);
     result = dropkv_next_result(client);
     assert_non_null(result);
@@ -210,7 +182,7 @@ static void a_child_may_close_its_parents_client(void **state)
 static void a_deadline_that_passed_is_not_computed(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client();
+    struct dropkv_client *client = dkv_test_open(ENDPOINT);
     struct dropkv_request r = make_request(1);
     r.timeout_us = 1;
     assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
@@ -229,7 +201,7 @@ static void a_deadline_that_passed_is_not_computed(void **state)
 static void one_bad_sequence_fails_its_request_alone(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client();
+    struct dropkv_client *client = dkv_test_open(ENDPOINT);
     struct dropkv_request r = make_request(3);
     const float kept = key[1][1][77][5];
     key[1][1][77][5] = NAN;
@@ -253,7 +225,7 @@ static void one_bad_sequence_fails_its_request_alone(void **state)
 static void small_vectors_are_copied(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client();
+    struct dropkv_client *client = dkv_test_open(ENDPOINT);
     static uint8_t key8[KV_HEADS * TOKENS * DIM];
     static uint8_t value8[KV_HEADS * TOKENS * DIM];
     struct dkv_random random;
@@ -271,7 +243,7 @@ static void small_vectors_are_copied(void **state)
     r.value = (struct dropkv_tensor){.data = value8, .dtype = DROPKV_F8_E4M3};
     r.sink_logits = logits;
     r.want_scores = 1;
-    struct dropkv_result *first = score(client, &r);
+    struct dropkv_result *first = dkv_test_score(client, &r);
     assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
     scales[0] = scales[1] = 77.0f;
     memset(logits, 0, Q_HEADS * sizeof(float));
@@ -282,7 +254,7 @@ static void small_vectors_are_copied(void **state)
     assert_memory_equal(first->scores, second->scores, KV_HEADS * TOKENS * sizeof(float));
     r.key.head_scales = NULL;
     r.sink_logits = NULL;
-    struct dropkv_result *without = score(client, &r);
+    struct dropkv_result *without = dkv_test_score(client, &r);
     assert_memory_not_equal(first->scores, without->scores, KV_HEADS * TOKENS * sizeof(float));
     dropkv_result_free(first);
     dropkv_result_free(second);
@@ -294,7 +266,7 @@ static void small_vectors_are_copied(void **state)
 static void each_query_head_has_its_scale(void **state)
 {
     (void)state;
-    struct dropkv_client *client = open_client();
+    struct dropkv_client *client = dkv_test_open(ENDPOINT);
     static uint8_t query8[Q_HEADS * ROWS * DIM];
     const float halves[Q_HEADS] = {0.5f, 0.5f, 0.5f, 0.5f};
     const float mixed[Q_HEADS] = {0.5f, 0.5f, 2.0f, 2.0f};
@@ -305,12 +277,12 @@ static void each_query_head_has_its_scale(void **state)
     struct dropkv_request r = make_request(1);
     r.query = (struct dropkv_tensor){.data = query8, .dtype = DROPKV_F8_E4M3, .scale = 0.5f};
     r.want_scores = 1;
-    struct dropkv_result *one = score(client, &r);
+    struct dropkv_result *one = dkv_test_score(client, &r);
     r.query.scale = 0;
     r.query.head_scales = halves;
-    struct dropkv_result *each = score(client, &r);
+    struct dropkv_result *each = dkv_test_score(client, &r);
     r.query.head_scales = mixed;
-    struct dropkv_result *other = score(client, &r);
+    struct dropkv_result *other = dkv_test_score(client, &r);
     assert_memory_equal(one->scores, each->scores, KV_HEADS * head_bytes);
     assert_memory_equal(one->scores, other->scores, head_bytes);
     assert_memory_not_equal(one->scores + TOKENS, other->scores + TOKENS, head_bytes);
@@ -325,15 +297,15 @@ static void a_layer_gets_no_more_than_max_keep_tokens(void **state)
 {
     enum { KEEP = 40, MOST = 46, LAYERS = 6 };
     (void)state;
-    struct dropkv_client *client = open_client();
+    struct dropkv_client *client = dkv_test_open(ENDPOINT);
     for (int capped = 0; capped < 2; capped++) {
         const struct dropkv_param cake[] = {
-            dropkv_text("policy", "cake"), dropkv_text("layers", "cake"), dropkv_real("tau2", 0.1),
+            dropkv_text("policy", "cake"), dropkv_text("layers", "cake"), dropkv_real("tau2", 0.05),
             dropkv_int("keep_tokens", KEEP), dropkv_int("max_keep_tokens", capped ? MOST : TOKENS)};
         struct dropkv_request r = make_request(LAYERS);
         r.params = cake;
         r.n_params = sizeof(cake) / sizeof(cake[0]);
-        struct dropkv_result *result = score(client, &r);
+        struct dropkv_result *result = dkv_test_score(client, &r);
         int32_t largest = 0;
         for (int h = 0; h < LAYERS * KV_HEADS; h++) {
             const int32_t n = result->keep_offsets[h + 1] - result->keep_offsets[h];
@@ -434,12 +406,10 @@ static void synthetic_elements_are_normal(void **state)
 
 static int fill(void **state)
 {
-    struct dkv_random random;
     (void)state;
-    dkv_random_init(&random, 2);
-    dkv_random_normal(&random, DKV_FP32, query, sizeof(query) / sizeof(float));
-    dkv_random_normal(&random, DKV_FP32, key, sizeof(key) / sizeof(float));
-    dkv_random_normal(&random, DKV_FP32, value, sizeof(value) / sizeof(float));
+    dkv_test_fill(query, sizeof(query), 21);
+    dkv_test_fill(key, sizeof(key), 22);
+    dkv_test_fill(value, sizeof(value), 23);
     return 0;
 }
 

@@ -1,7 +1,7 @@
 /* The embedded transport over an engine that works by itself, as one on a GPU does: here the CPU
  * engine, whose batches end when a test says so. */
-#include "client/cli/synth.h"
 #include "client/embedded.h"
+#include "tests/client/calls.h"
 
 #include <poll.h>
 #include <setjmp.h>
@@ -141,19 +141,13 @@ static float query[BATCH][Q_HEADS][ROWS][DIM];
 static float key[BATCH][KV_HEADS][TOKENS][DIM];
 static float value[BATCH][KV_HEADS][TOKENS][DIM];
 
+static const struct dkv_test_shape shape = {Q_HEADS, KV_HEADS, DIM, ROWS, TOKENS};
+
 static struct dropkv_request make_request(uint32_t first, uint32_t batch)
 {
     static const struct dropkv_param params[] = {{"keep_tokens", DROPKV_PARAM_INT, KEEP, 0, NULL}};
-    struct dropkv_request r = DROPKV_REQUEST_INIT;
-    r.batch = batch;
-    r.q_heads = Q_HEADS;
-    r.kv_heads = KV_HEADS;
-    r.head_dim = DIM;
-    r.q_rows = ROWS;
-    r.n_tokens = TOKENS;
-    r.query = (struct dropkv_tensor){.data = query[first], .dtype = DROPKV_FP32};
-    r.key = (struct dropkv_tensor){.data = key[first], .dtype = DROPKV_FP32};
-    r.value = (struct dropkv_tensor){.data = value[first], .dtype = DROPKV_FP32};
+    struct dropkv_request r = dkv_test_request(&shape, batch, query[first], key[first],
+                                               value[first]);
     r.params = params;
     r.n_params = 1;
     return r;
@@ -179,12 +173,6 @@ static uint64_t submit(struct dropkv_client *client, const struct dropkv_request
     if (dropkv_submit(client, r, &id, &error) != DROPKV_OK)
         fail_msg("%s", error.text);
     return id;
-}
-
-static bool is_readable(const struct dropkv_client *client)
-{
-    struct pollfd pollfd = {.fd = dropkv_fd(client), .events = POLLIN};
-    return poll(&pollfd, 1, 0) == 1;
 }
 
 static void dispatch(struct dropkv_client *client)
@@ -234,14 +222,14 @@ static void a_request_is_under_way_when_submit_returns(void **state)
     const struct dropkv_request r = make_request(0, 1);
     const uint64_t id = submit(client, &r);
     assert_int_equal(held.n_submitted, 1);
-    assert_false(is_readable(client));
+    assert_false(dkv_test_is_readable(client));
     dispatch(client);
     assert_null(dropkv_next_result(client));
     end_batch();
-    assert_true(is_readable(client));
+    assert_true(dkv_test_is_readable(client));
     dispatch(client);
     expect_answer(client, id, 0, 1);
-    assert_false(is_readable(client));
+    assert_false(dkv_test_is_readable(client));
     assert_int_equal(held.n_forced, 0);
     dropkv_client_close(client);
 }
@@ -302,7 +290,7 @@ static void cancelling_waits_for_what_is_under_way(void **state)
     assert_int_equal(dropkv_cancel(client, ids[1]), DROPKV_OK);
     assert_int_equal(held.n_forced, 2);
     assert_int_equal(held.n_in_flight, 1); /* the third has found room */
-    assert_true(is_readable(client));
+    assert_true(dkv_test_is_readable(client));
     dispatch(client);
     expect_answer(client, ids[0], 0, 1);
     assert_int_equal(dropkv_cancel(client, ids[1]), DROPKV_E_NOT_FOUND);
@@ -348,7 +336,7 @@ static void a_deadline_ends_a_request_under_way(void **state)
     assert_null(dropkv_next_result(client));
     assert_int_equal(held.n_in_flight, 0);
     dispatch(client);
-    assert_false(is_readable(client));
+    assert_false(dkv_test_is_readable(client));
     dropkv_client_close(client);
 }
 
@@ -389,7 +377,7 @@ static void a_refused_batch_is_a_result(void **state)
     const struct dropkv_request r = make_request(0, 1);
     held.refusal = DKV_E_INVALID;
     const uint64_t refused = submit(client, &r);
-    assert_true(is_readable(client));
+    assert_true(dkv_test_is_readable(client));
     dispatch(client);
     expect_failure(client, refused, DROPKV_E_INVALID);
     held.refusal = DKV_OK;
@@ -432,12 +420,10 @@ static void memory_that_cannot_be_read_is_named(void **state)
 
 static int fill(void **state)
 {
-    struct dkv_random random;
     (void)state;
-    dkv_random_init(&random, 2);
-    dkv_random_normal(&random, DKV_FP32, query, sizeof(query) / sizeof(float));
-    dkv_random_normal(&random, DKV_FP32, key, sizeof(key) / sizeof(float));
-    dkv_random_normal(&random, DKV_FP32, value, sizeof(value) / sizeof(float));
+    dkv_test_fill(query, sizeof(query), 21);
+    dkv_test_fill(key, sizeof(key), 22);
+    dkv_test_fill(value, sizeof(value), 23);
     return 0;
 }
 

@@ -3,6 +3,7 @@
  *
  * usage: test_embedded_library DROPKVD
  */
+#include "tests/client/calls.h"
 #include "tests/client/ipc_fixture.h"
 
 #include <math.h>
@@ -43,42 +44,16 @@ struct wish {
         name, DROPKV_PARAM_TEXT, 0, 0, value \
     }
 
+static const struct dkv_test_shape shape = {Q_HEADS, KV_HEADS, DIM, ROWS, TOKENS};
+
 static struct dropkv_request make_request(const struct wish *wish)
 {
-    struct dropkv_request r = DROPKV_REQUEST_INIT;
-    r.batch = BATCH;
-    r.q_heads = Q_HEADS;
-    r.kv_heads = KV_HEADS;
-    r.head_dim = DIM;
-    r.q_rows = ROWS;
-    r.n_tokens = TOKENS;
-    r.query = (struct dropkv_tensor){.data = query, .dtype = DROPKV_FP32};
-    r.key = (struct dropkv_tensor){.data = key, .dtype = DROPKV_FP32};
-    r.value = (struct dropkv_tensor){.data = value, .dtype = DROPKV_FP32};
+    struct dropkv_request r = dkv_test_request(&shape, BATCH, query, key, value);
     r.params = wish->params;
     while (r.n_params < MAX_PARAMS && wish->params[r.n_params].name != NULL)
         r.n_params++;
     r.want_scores = wish->want_scores;
     return r;
-}
-
-static void expect_same(const struct dropkv_result *a, const struct dropkv_result *b)
-{
-    const size_t n_heads = (size_t)a->batch * a->kv_heads;
-    assert_int_equal(a->batch, b->batch);
-    assert_int_equal(a->kv_heads, b->kv_heads);
-    assert_int_equal(a->n_tokens, b->n_tokens);
-    assert_int_equal(a->keep_tokens, b->keep_tokens);
-    assert_int_equal(a->keep_offsets != NULL, b->keep_offsets != NULL);
-    if (a->keep_offsets != NULL)
-        assert_memory_equal(a->keep_offsets, b->keep_offsets, (n_heads + 1) * sizeof(int32_t));
-    assert_memory_equal(
-        a->keep_indices, b->keep_indices,
-        (a->keep_offsets != NULL ? (size_t)a->keep_offsets[n_heads] : n_heads * a->keep_tokens) *
-            sizeof(int32_t));
-    assert_int_equal(a->scores != NULL, b->scores != NULL);
-    if (a->scores != NULL)
-        assert_memory_equal(a->scores, b->scores, n_heads * a->n_tokens * sizeof(float));
 }
 
 static void answers_are_those_of_a_daemon(void **state)
@@ -97,7 +72,7 @@ static void answers_are_those_of_a_daemon(void **state)
         const struct dropkv_request r = make_request(&wishes[i]);
         struct dropkv_result *theirs = dkv_test_score(daemon, &r);
         struct dropkv_result *ours = dkv_test_score(here, &r);
-        expect_same(theirs, ours);
+        dkv_test_assert_same(theirs, ours);
         assert_string_equal(theirs->backend, ours->backend);
         dropkv_result_free(theirs);
         dropkv_result_free(ours);
@@ -282,7 +257,7 @@ static void prompts_have_the_answers_of_a_daemon(void **state)
             if (w == 4 && n == 1)
                 continue; /* the weights are those of all layers */
             ask_both(&pair, prompts, results);
-            expect_same(results[0], results[1]);
+            dkv_test_assert_same(results[0], results[1]);
             dropkv_result_free(results[0]);
             dropkv_result_free(results[1]);
         }
@@ -307,7 +282,7 @@ static void prompts_are_answered_where_the_caller_wants_it(void **state)
         prompt.output_bytes = sizeof(pair.memory->answer);
         assert_int_equal(dropkv_score_prompt(pair.clients[1], &prompt, &result, NULL), DROPKV_OK);
         assert_ptr_equal(result->keep_indices, pair.memory->answer);
-        expect_same(wanted, result);
+        dkv_test_assert_same(wanted, result);
         dropkv_result_free(wanted);
         dropkv_result_free(result);
     }
@@ -332,7 +307,7 @@ static void a_cache_may_go_while_its_prompts_wait(void **state)
     assert_int_equal(dropkv_dispatch(pair.clients[1], -1, NULL), DROPKV_OK);
     result = dropkv_next_result(pair.clients[1]);
     assert_int_equal(result->status, DROPKV_OK);
-    expect_same(wanted, result);
+    dkv_test_assert_same(wanted, result);
     dropkv_result_free(wanted);
     dropkv_result_free(result);
     close_pair(&pair);
@@ -478,15 +453,10 @@ static void it_says_what_it_is(void **state)
 
 static int begin(void **state)
 {
-    uint32_t x = 1;
-    float *const all[] = {&query[0][0][0][0], &key[0][0][0][0], &value[0][0][0][0]};
-    const size_t n[] = {sizeof(query), sizeof(key), sizeof(value)};
     (void)state;
-    for (int tensor = 0; tensor < 3; tensor++)
-        for (size_t i = 0; i < n[tensor] / sizeof(float); i++) {
-            x = x * 1664525u + 1013904223u;
-            all[tensor][i] = (float)(x >> 8) / (float)(1 << 22) - 2.0f;
-        }
+    dkv_test_fill(query, sizeof(query), 41);
+    dkv_test_fill(key, sizeof(key), 42);
+    dkv_test_fill(value, sizeof(value), 43);
     return dkv_test_begin(program);
 }
 
