@@ -64,68 +64,43 @@ static struct dkv_view layer_view(const struct dropkv_view *from)
 
 /* ---- query rows ---- */
 
-/* base + count * stride; false: overflow. */
-static bool step(uint64_t *base, uint64_t count, int64_t stride)
-{
-    uint64_t way;
-    return stride >= 0 && dkv_mul_u64(count, (uint64_t)stride, &way) &&
-           dkv_add_u64(*base, way, base);
-}
-
 static uint64_t row_bytes(const struct dkv_block *block)
 {
     return block->head_dim * dkv_dtype_bytes(block->query.dtype);
 }
 
-/* Rows around the end of a ring on the device are put in order there, by the engine. */
-static enum dkv_status check_ring_there(const struct dropkv_stash_layout *stash,
-                                        const struct dkv_block *block, struct dkv_error *err)
-{
-    const uint64_t row = row_bytes(block);
-    const uint64_t row_stride = (uint64_t)stash->row_stride;
-    const uint64_t head_stride = (uint64_t)stash->head_stride;
-    const bool heads_adjacent = head_stride == row && row_stride >= row * block->q_heads;
-    const bool rows_adjacent = row_stride == row && head_stride >= row * stash->n_rows;
-    if ((!heads_adjacent && !rows_adjacent) || row_stride > INT32_MAX || head_stride > INT32_MAX)
-        return dkv_error_set(err, DKV_E_UNSUPPORTED,
-                             "stash: in GPU memory a ring that is read around its end has its "
-                             "heads or its rows side by side, and strides below 2 GiB");
-    return DKV_OK;
-}
-
-/* The rows that are used, oldest first. */
+/* The rows that are used, oldest first. Around the end of a ring on the device they are put in
+ * order there, by the engine. */
 static enum dkv_status make_query(struct build *b, uint32_t i, struct dkv_block *block,
                                   struct dkv_error *err)
 {
     const struct dropkv_stash_layout *stash = b->stash;
+    const struct dkv_prompt_stash rings = {.offset = stash->offset,
+                                           .layer_stride = stash->layer_stride,
+                                           .slot_stride = stash->slot_stride,
+                                           .row_stride = stash->row_stride,
+                                           .head_stride = stash->head_stride,
+                                           .n_rows = stash->n_rows};
     const uint32_t layer = b->prompt->first_layer + i, n_rows = (uint32_t)block->q_rows;
-    uint64_t start = stash->offset;
-    bool fits = step(&start, layer, stash->layer_stride) &&
-                step(&start, b->prompt->slot, stash->slot_stride);
-    uint64_t end = start, at = start;
-    const bool wraps = b->prompt->newest_row + 1 < n_rows;
-    if (!wraps)
-        fits = fits && step(&at, b->prompt->newest_row + 1 - n_rows, stash->row_stride);
-    if (!fits)
-        return dkv_error_set(err, DKV_E_INVALID, "stash: its strides overflow");
-    block->query = view_of(stash->buffer, at, stash->dtype);
+    struct dkv_prompt_rows rows;
+    enum dkv_status status = dkv_prompt_find_rows(&rings, layer, b->prompt->slot,
+                                                  b->prompt->newest_row, n_rows, &rows, err);
+    if (status != DKV_OK)
+        return status;
+    block->query = view_of(stash->buffer, rows.offset, stash->dtype);
     block->query.token_stride = stash->row_stride;
     block->query.head_stride = stash->head_stride;
     b->carrier->rings[i] = (struct dkv_embedded_ring){.n_rows = 0};
-    if (!wraps)
+    if (!rows.wraps)
         return DKV_OK;
-    if (!step(&end, stash->n_rows - 1, stash->row_stride) ||
-        !step(&end, block->q_heads - 1, stash->head_stride) ||
-        !dkv_add_u64(end, row_bytes(block), &end) || end > stash->buffer->bytes)
-        return dkv_error_set(err, DKV_E_INVALID, "stash: slot %u, layer %u end outside its buffer",
-                             b->prompt->slot, layer);
+    status = dkv_prompt_check_ring(&rings, &rows, block->q_heads, row_bytes(block),
+                                   stash->buffer->bytes, err);
+    if (status != DKV_OK)
+        return status;
     b->carrier->rings[i] = (struct dkv_embedded_ring){
-        .first = (b->prompt->newest_row + UINT64_C(1) + stash->n_rows - n_rows) % stash->n_rows,
-        .n_rows = stash->n_rows,
-        .view = block->query,
-    };
+        .first = rows.first, .n_rows = stash->n_rows, .view = block->query};
     if (stash->buffer->on_gpu)
-        return check_ring_there(stash, block, err);
+        return dkv_prompt_check_ring_on_gpu(&rings, block->q_heads, row_bytes(block), err);
     block->query = dkv_view_dense(&nowhere, row_bytes(block) * block->q_heads * n_rows,
                                   block->query.dtype, n_rows, block->head_dim);
     return DKV_OK;
@@ -224,7 +199,6 @@ static enum dkv_status make_layer(struct build *b, uint32_t i, struct dkv_error 
     const struct dropkv_prompt *p = b->prompt;
     const struct dropkv_cache_layout *cache = b->cache;
     const size_t layer = p->first_layer + i;
-    const int64_t window = b->call->request.params.window;
     const size_t v_dim = cache->v_dim != 0 ? cache->v_dim : cache->head_dim;
     const size_t tokens = (size_t)cache->kv_heads * p->n_tokens;
     struct dkv_block *block = &b->call->blocks[i];
@@ -233,7 +207,7 @@ static enum dkv_status make_layer(struct build *b, uint32_t i, struct dkv_error 
         .kv_heads = cache->kv_heads,
         .head_dim = cache->head_dim,
         .v_dim = cache->v_dim,
-        .q_rows = window >= 1 && window < (int64_t)p->q_rows ? (uint64_t)window : p->q_rows,
+        .q_rows = dkv_prompt_rows_used(b->call->request.params.window, p->q_rows),
         .n_tokens = p->n_tokens,
         .valid_from = p->valid_from,
         .page_tokens = cache->page_tokens,

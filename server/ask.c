@@ -228,30 +228,22 @@ enum dkv_status dkv_ask_build_blocks(struct dkv_ask *ask, const struct dkv_wire_
 
 /* ---- score ---- */
 
-/* base + a * b, all from clients; false: overflow. */
-static bool step(uint64_t *base, uint64_t count, int64_t stride)
+static uint64_t row_bytes(const struct dkv_block *block)
 {
-    uint64_t way;
-    return stride >= 0 && dkv_mul_u64(count, (uint64_t)stride, &way) &&
-           dkv_add_u64(*base, way, base);
+    return block->head_dim * dkv_dtype_bytes(block->query.dtype);
 }
 
 /* Rows around the end of a ring in GPU memory: its worker copies them, by two copies of the
  * driver's, which take a pitch of up to 2 GiB. The view stays that of the ring. */
-static enum dkv_status unroll_there(struct dkv_ask *ask, const struct dkv_wire_stash *stash,
+static enum dkv_status unroll_there(struct dkv_ask *ask, const struct dkv_prompt_stash *stash,
                                     const struct dkv_block *block, uint64_t first,
                                     struct dkv_error *err)
 {
     struct dkv_job *job = ask->job;
-    const uint64_t row = block->head_dim * dkv_dtype_bytes((enum dkv_dtype)stash->dtype);
-    const uint64_t row_stride = (uint64_t)stash->row_stride;
-    const uint64_t head_stride = (uint64_t)stash->head_stride;
-    const bool heads_adjacent = head_stride == row && row_stride >= row * block->q_heads;
-    const bool rows_adjacent = row_stride == row && head_stride >= row * stash->n_rows;
-    if ((!heads_adjacent && !rows_adjacent) || row_stride > INT32_MAX || head_stride > INT32_MAX)
-        return dkv_error_set(err, DKV_E_UNSUPPORTED,
-                             "stash: in GPU memory a ring that is read around its end has its "
-                             "heads or its rows side by side, and strides below 2 GiB");
+    const enum dkv_status status = dkv_prompt_check_ring_on_gpu(stash, block->q_heads,
+                                                                row_bytes(block), err);
+    if (status != DKV_OK)
+        return status;
     if (job->rings == NULL)
         job->rings = calloc(job->request.n_blocks, sizeof(*job->rings));
     if (job->rings == NULL)
@@ -272,36 +264,34 @@ static enum dkv_status make_query(struct dkv_ask *ask, const struct dkv_wire_sta
                                  .scale = stash->scale,
                                  .token_stride = stash->row_stride,
                                  .head_stride = stash->head_stride};
-    const uint64_t row_bytes = block->head_dim * dkv_dtype_bytes((enum dkv_dtype)stash->dtype);
-    const uint32_t n_rows = (uint32_t)block->q_rows;
-    uint64_t start = stash->offset;
-    if (!step(&start, layer, stash->layer_stride) || !step(&start, score->slot, stash->slot_stride))
-        return dkv_error_set(err, DKV_E_INVALID, "stash: its strides overflow");
-    const bool wraps = score->newest_row + 1 < n_rows;
-    wire.offset = start;
-    if (!wraps && !step(&wire.offset, score->newest_row + 1 - n_rows, stash->row_stride))
-        return dkv_error_set(err, DKV_E_INVALID, "stash: its strides overflow");
-    enum dkv_status status = dkv_ask_make_view(ask, &wire, "stash", &block->query, err);
-    if (status != DKV_OK || !wraps)
+    const struct dkv_prompt_stash rings = {.offset = stash->offset,
+                                           .layer_stride = stash->layer_stride,
+                                           .slot_stride = stash->slot_stride,
+                                           .row_stride = stash->row_stride,
+                                           .head_stride = stash->head_stride,
+                                           .n_rows = stash->n_rows};
+    struct dkv_prompt_rows rows;
+    enum dkv_status status = dkv_prompt_find_rows(&rings, layer, score->slot, score->newest_row,
+                                                  (uint32_t)block->q_rows, &rows, err);
+    if (status != DKV_OK)
+        return status;
+    wire.offset = rows.offset;
+    status = dkv_ask_make_view(ask, &wire, "stash", &block->query, err);
+    if (status == DKV_OK && rows.wraps)
+        status = dkv_prompt_check_ring(&rings, &rows, block->q_heads, row_bytes(block),
+                                       block->query.bytes, err);
+    if (status != DKV_OK || !rows.wraps)
         return status;
     const struct dkv_region *region = dkv_slots_find(&ask->session->regions, stash->region);
-    uint64_t end = start;
-    if (!step(&end, stash->n_rows - 1, stash->row_stride) ||
-        !step(&end, block->q_heads - 1, stash->head_stride) || !dkv_add_u64(end, row_bytes, &end) ||
-        end > block->query.bytes)
-        return dkv_error_set(err, DKV_E_INVALID, "stash: slot %u, layer %u end outside its region",
-                             score->slot, layer);
-    const uint64_t first = ((uint64_t)score->newest_row + 1 + stash->n_rows - n_rows) %
-                           stash->n_rows;
     if (dkv_region_on_gpu(region))
-        return unroll_there(ask, stash, block, first, err);
+        return unroll_there(ask, &rings, block, rows.first, err);
     *ring = (struct dkv_ask_ring){
         .region = region,
-        .start = start,
+        .start = rows.offset,
         .row_stride = (uint64_t)stash->row_stride,
         .head_stride = (uint64_t)stash->head_stride,
         .n_rows = stash->n_rows,
-        .first = first,
+        .first = rows.first,
     };
     dkv_ask_shape_rows(ring, block);
     return DKV_OK;
@@ -326,14 +316,12 @@ static enum dkv_status make_layer(struct dkv_ask *ask, const struct dkv_wire_sta
 {
     const struct dkv_cache *cache = ask->cache;
     const uint32_t layer = score->first_layer + i;
-    const int64_t window = ask->job->request.params.window;
     struct dkv_block *block = &ask->job->blocks[i];
     block->q_heads = cache->wire.q_heads;
     block->kv_heads = cache->wire.kv_heads;
     block->head_dim = cache->wire.head_dim;
     block->v_dim = cache->wire.v_dim;
-    block->q_rows = window >= 1 && window < (int64_t)score->q_rows ? (uint64_t)window
-                                                                   : score->q_rows;
+    block->q_rows = dkv_prompt_rows_used(ask->job->request.params.window, score->q_rows);
     block->n_tokens = score->n_tokens;
     block->valid_from = score->valid_from;
     block->page_tokens = cache->wire.page_tokens;
