@@ -13,18 +13,18 @@ sh deploy/packages.sh build
 PATH=$PATH:/usr/local/cuda/bin
 device=cpu
 gpu_options=-Dcuda=disabled
-if command -v nvcc >/dev/null 2>&1 && command -v nvidia-smi >/dev/null 2>&1; then
-    capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d '. ')
-    if [ -n "$capability" ]; then
-        [ "$capability" = 90 ] && capability=90a
-        device=cuda:0
-        gpu_options="-Dcuda=enabled -Dgpu_arch=$capability"
-    fi
+arch=$(sh deploy/gpu_arch.sh)
+if [ -n "$arch" ]; then
+    device=cuda:0
+    gpu_options="-Dcuda=enabled -Dgpu_arch=$arch"
 fi
 
-if [ ! -f build-release/build.ninja ]; then
+# An older build may be from before there was a GPU, or a driver.
+# shellcheck disable=SC2086 # a list of options
+if [ -f build-release/build.ninja ]; then
+    meson configure build-release $gpu_options >/dev/null
+else
     rm -rf build-release
-    # shellcheck disable=SC2086 # a list of options
     meson setup build-release -Dbuildtype=release -Dtests=disabled $gpu_options >/dev/null
 fi
 ninja -C build-release --quiet
