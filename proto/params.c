@@ -276,30 +276,47 @@ static void fill_from_profile(struct dkv_params *filled, const struct dkv_params
         filled->granularity = defaults->granularity;
 }
 
+/* All fields but the lists. */
+#define FIXED_BYTES offsetof(struct dkv_params, per_layer)
+
+void dkv_params_copy(struct dkv_params *to, const struct dkv_params *from)
+{
+    memcpy(to, from, FIXED_BYTES);
+    memcpy(to->per_layer, from->per_layer, strlen(from->per_layer) + 1);
+    memcpy(to->per_head, from->per_head, strlen(from->per_head) + 1);
+}
+
+static void fill_from_defaults(struct dkv_params *params)
+{
+    memset(params, 0, FIXED_BYTES);
+    params->keep_ratio = DEFAULT_KEEP_RATIO;
+    params->ema_alpha = 0.3;
+    params->gamma = 200;
+    params->alpha = 0.2;
+    params->beta = 20;
+    params->tau1 = params->tau2 = 1;
+    params->min_keep = 1;
+    params->granularity = 1;
+}
+
+/* Lists are there or empty, and stay where they are. */
 void dkv_params_resolve(struct dkv_params *params)
 {
-    struct dkv_params filled = {.set = params->set,
-                                .keep_ratio = DEFAULT_KEEP_RATIO,
-                                .ema_alpha = 0.3,
-                                .gamma = 200,
-                                .alpha = 0.2,
-                                .beta = 20,
-                                .tau1 = 1,
-                                .tau2 = 1,
-                                .min_keep = 1,
-                                .granularity = 1};
+    static const size_t bytes[] = {sizeof(unsigned), sizeof(int64_t), sizeof(double),
+                                   DKV_STREAM_NAME_MAX + 1};
+    struct dkv_params given;
 
-    fill_from_profile(&filled, params);
+    memcpy(&given, params, FIXED_BYTES);
+    fill_from_defaults(params);
+    fill_from_profile(params, &given);
+    params->set = given.set;
     for (size_t i = 0; i < DKV_PARAM_COUNT; i++) {
-        static const size_t bytes[] = {sizeof(unsigned), sizeof(int64_t), sizeof(double),
-                                       DKV_STREAM_NAME_MAX + 1, DKV_LIST_TEXT_MAX + 1};
-        if (dkv_params_has(params, (enum dkv_param_id)i))
-            memcpy(field_of(&filled, &dkv_param_rows[i]),
-                   const_field_of(params, &dkv_param_rows[i]), bytes[dkv_param_rows[i].field]);
+        const struct dkv_param_row *row = &dkv_param_rows[i];
+        if (row->field != DKV_FIELD_LIST && dkv_params_has(&given, (enum dkv_param_id)i))
+            memcpy(field_of(params, row), const_field_of(&given, row), bytes[row->field]);
     }
-    if (filled.recent == DKV_RECENT_WINDOW)
-        filled.recent = filled.window;
-    *params = filled;
+    if (params->recent == DKV_RECENT_WINDOW)
+        params->recent = params->window;
 }
 
 /* ---- Ranges --------------------------------------------------------------------------------- */

@@ -155,17 +155,19 @@ struct dkv_params {
     enum dkv_anchor anchor; /* keydiff: the mean of normalised keys or of the keys as they are */
     int64_t seed;           /* random */
 
-    enum dkv_heads heads;   /* how a layer's budget is dealt to its KV heads */
-    double alpha;           /* adakv: share that every head has in any case */
-    enum dkv_layers layers; /* how a request's budget is dealt to its blocks, which are layers */
-    double beta;            /* pyramid: the last layer has 1/beta of the mean */
-    double tau1, tau2;      /* cake: exponents 1/tau of entropy and variance */
-    int64_t n_layers;       /* of the model, where a request has only some; unset: its blocks */
-    char per_layer[DKV_LIST_TEXT_MAX + 1]; /* fixed: "512,256,..." tokens */
-    char per_head[DKV_LIST_TEXT_MAX + 1];
+    enum dkv_heads heads;      /* how a layer's budget is dealt to its KV heads */
+    double alpha;              /* adakv: share that every head has in any case */
+    enum dkv_layers layers;    /* how a request's budget is dealt to its blocks, which are layers */
+    double beta;               /* pyramid: the last layer has 1/beta of the mean */
+    double tau1, tau2;         /* cake: exponents 1/tau of entropy and variance */
+    int64_t n_layers;          /* of the model, where a request has only some; unset: its blocks */
     int64_t min_keep;          /* of each head, protected tokens counted */
     unsigned counts_protected; /* 1: the budget holds the protected tokens too */
     int64_t granularity;       /* whole chunks of so many tokens are kept */
+
+    /* Last, since they are long and rarely there: see dkv_params_copy(). */
+    char per_layer[DKV_LIST_TEXT_MAX + 1]; /* fixed: "512,256,..." tokens */
+    char per_head[DKV_LIST_TEXT_MAX + 1];
 };
 
 /* Nothing set. */
@@ -220,6 +222,9 @@ static inline bool dkv_params_has(const struct dkv_params *params, enum dkv_para
 /* Fills every field that was not set from the profile and the defaults. Idempotent, cannot fail;
  * `set` keeps telling what the caller named. */
 void dkv_params_resolve(struct dkv_params *params);
+
+/* Copies without what is behind the ends of the lists, most of the struct. */
+void dkv_params_copy(struct dkv_params *to, const struct dkv_params *from);
 
 /* Judges the range of every field of resolved parameters, and that at most one budget was given.
  * This is the gate's work: call dkv_request_validate(), or this for a configuration file. */

@@ -26,8 +26,8 @@ struct dkv_answer {
 
 uint64_t dkv_answer_numbers(const struct dkv_job *job)
 {
-    const struct dkv_oip_wanted *keep = &job->infer.outputs[DKV_OIP_KEEP_INDICES];
-    const struct dkv_oip_wanted *scores = &job->infer.outputs[DKV_OIP_SCORES];
+    const struct dkv_oip_wanted *keep = &job->infer->outputs[DKV_OIP_KEEP_INDICES];
+    const struct dkv_oip_wanted *scores = &job->infer->outputs[DKV_OIP_SCORES];
     return (keep->wanted && !keep->binary && keep->region[0] == '\0' ? job->n_keep : 0) +
            (scores->wanted && !scores->binary && scores->region[0] == '\0' ? job->n_scores : 0);
 }
@@ -63,7 +63,7 @@ static void encode(struct dkv_errand *errand)
         .degraded = job->degraded,
     };
     const uint64_t began_ns = dkv_clock_ns();
-    answer->status = dkv_oip_reply_encode(&job->infer, &result, &answer->reply, &answer->error);
+    answer->status = dkv_oip_reply_encode(job->infer, &result, &answer->reply, &answer->error);
     answer->output_ns = dkv_clock_ns() - began_ns;
 }
 
@@ -132,7 +132,7 @@ static void count_answer(struct dkv_exchange *exchange, const struct dkv_job *jo
     const struct dkv_record record = {
         .transport = DKV_TRANSPORT_HTTP,
         .job = job,
-        .id = job->infer.id,
+        .id = job->infer->id,
         .client = exchange->client_name,
         .trace = &exchange->trace,
         .started_ns = exchange->started_ns,

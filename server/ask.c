@@ -11,25 +11,59 @@
 
 #include <inttypes.h>
 #include <stdlib.h>
+#include <string.h>
 
 #define REPLY_BYTES_MAX (UINT64_C(1) << 31)
+#ifdef __SANITIZE_ADDRESS__
+#define IDLE_ASKS_MAX 0u /* so that a use after the end is seen */
+#else
+#define IDLE_ASKS_MAX 512u /* kept for requests to come: 2.5 MiB */
+#endif
+
+/* ---- life ---- */
+
+/* Requests come and go by the hundred thousand a second: their memory is used again. */
+static struct dkv_ask *take_idle(struct dkv_server *server)
+{
+    struct dkv_list *node = server->n_idle_asks > 0 ? dkv_list_first(&server->idle_asks) : NULL;
+    if (node == NULL)
+        return malloc(sizeof(struct dkv_ask));
+    dkv_list_remove(node);
+    server->n_idle_asks--;
+    return DKV_LIST_OF(node, struct dkv_ask, node);
+}
+
+static void give_idle(struct dkv_server *server, struct dkv_ask *ask)
+{
+    if (server->n_idle_asks == IDLE_ASKS_MAX) {
+        free(ask);
+        return;
+    }
+    dkv_list_push_front(&server->idle_asks, &ask->node);
+    server->n_idle_asks++;
+}
+
+void dkv_sessions_free_asks(struct dkv_server *server)
+{
+    while (server->n_idle_asks > 0)
+        free(take_idle(server));
+}
 
 struct dkv_ask *dkv_ask_new(struct dkv_session *session, uint64_t id)
 {
-    struct dkv_ask *ask = calloc(1, sizeof(*ask));
+    struct dkv_ask *ask = take_idle(session->all->server);
     if (ask == NULL)
         return NULL;
+    memset(ask, 0, offsetof(struct dkv_ask, own_job));
     ask->session = session;
     ask->server = session->all->server;
     ask->id = id;
     ask->started_ns = dkv_clock_ns();
+    ask->regions = ask->few;
     dkv_list_init(&ask->node);
     dkv_list_init(&ask->fence.node);
-    ask->job = dkv_job_new(&ask->server->arena);
-    if (ask->job == NULL) {
-        free(ask);
-        return NULL;
-    }
+    ask->job = &ask->own_job;
+    dkv_job_init(ask->job, &ask->server->arena);
     dkv_job_charge_to(ask->job, &ask->server->bodies.quota,
                       dkv_backend_client_holder(session->client));
     return ask;
@@ -54,10 +88,28 @@ void dkv_ask_free(struct dkv_ask *ask)
     dkv_fence_drop(&ask->fence);
     dkv_list_remove(&ask->node);
     dkv_ask_let_go(ask);
-    dkv_job_free(ask->job);
+    dkv_job_fini(ask->job);
     free(ask->rings);
-    free(ask->regions);
-    free(ask);
+    if (ask->regions != ask->few)
+        free(ask->regions);
+    give_idle(ask->server, ask);
+}
+
+enum dkv_status dkv_ask_use(struct dkv_ask *ask, struct dkv_region *region, struct dkv_error *err)
+{
+    for (uint32_t i = 0; i < ask->n_regions; i++)
+        if (ask->regions[i] == region)
+            return DKV_OK;
+    if (ask->n_regions == DKV_JOB_FEW && ask->regions == ask->few) {
+        struct dkv_region **all = malloc(DKV_SESSION_REGIONS * sizeof(*all));
+        if (all == NULL)
+            return dkv_error_set(err, DKV_E_NOMEM, "no memory for a request of many regions");
+        memcpy(all, ask->few, sizeof(ask->few));
+        ask->regions = all;
+    }
+    ask->regions[ask->n_regions++] = region; /* there are places for as many as can exist */
+    dkv_region_use(region);
+    return DKV_OK;
 }
 
 /* ---- what both kinds have in common ---- */
@@ -65,10 +117,6 @@ void dkv_ask_free(struct dkv_ask *ask)
 static enum dkv_status begin(struct dkv_ask *ask, uint32_t n_blocks, uint8_t flags,
                              struct dkv_error *err)
 {
-    ask->regions = calloc(DKV_SESSION_REGIONS, sizeof(struct dkv_region *));
-    ask->rings = calloc(n_blocks, sizeof(*ask->rings));
-    if (ask->regions == NULL || ask->rings == NULL)
-        return dkv_error_set(err, DKV_E_NOMEM, "no memory for %u blocks", n_blocks);
     ask->job->request.want_scores = (flags & DKV_WIRE_WANT_SCORES) != 0;
     return dkv_job_add_blocks(ask->job, n_blocks, err);
 }
@@ -98,9 +146,9 @@ static enum dkv_status add_loans(struct dkv_ask *ask, struct dkv_error *err)
     struct dkv_job *job = ask->job;
     if (ask->n_regions == 0)
         return DKV_OK;
-    job->loans = calloc(ask->n_regions, sizeof(struct dkv_loan *));
-    if (job->loans == NULL)
-        return dkv_error_set(err, DKV_E_NOMEM, "no memory for a job");
+    const enum dkv_status status = dkv_job_add_loans(job, ask->n_regions, err);
+    if (status != DKV_OK)
+        return status;
     for (uint32_t i = 0; i < ask->n_regions; i++)
         job->loans[job->n_loans++] = ask->regions[i]->loan;
     return DKV_OK;
@@ -256,8 +304,7 @@ static enum dkv_status unroll_there(struct dkv_ask *ask, const struct dkv_prompt
  * copied; the view is that of the copy then, dense. */
 static enum dkv_status make_query(struct dkv_ask *ask, const struct dkv_wire_stash *stash,
                                   const struct dkv_wire_score *score, uint32_t layer,
-                                  struct dkv_block *block, struct dkv_ask_ring *ring,
-                                  struct dkv_error *err)
+                                  struct dkv_block *block, struct dkv_error *err)
 {
     struct dkv_wire_view wire = {.region = stash->region,
                                  .dtype = stash->dtype,
@@ -285,6 +332,11 @@ static enum dkv_status make_query(struct dkv_ask *ask, const struct dkv_wire_sta
     const struct dkv_region *region = dkv_slots_find(&ask->session->regions, stash->region);
     if (dkv_region_on_gpu(region))
         return unroll_there(ask, &rings, block, rows.first, err);
+    if (ask->rings == NULL)
+        ask->rings = calloc(ask->job->request.n_blocks, sizeof(*ask->rings));
+    if (ask->rings == NULL)
+        return dkv_error_set(err, DKV_E_NOMEM, "no memory for a request");
+    struct dkv_ask_ring *ring = &ask->rings[block - ask->job->blocks];
     *ring = (struct dkv_ask_ring){
         .region = region,
         .start = rows.offset,
@@ -330,7 +382,7 @@ static enum dkv_status make_layer(struct dkv_ask *ask, const struct dkv_wire_sta
         score->table_offset, score->table_mask,
         score->null_entry,   score->table_kind,
         score->entry_bytes,  (score->flags & DKV_WIRE_NULL_ENTRY) != 0};
-    enum dkv_status status = make_query(ask, stash, score, layer, block, &ask->rings[i], err);
+    enum dkv_status status = make_query(ask, stash, score, layer, block, err);
     if (status == DKV_OK)
         status = dkv_ask_make_view(ask, &cache->views[2 * layer], "key", &block->key, err);
     if (status == DKV_OK)

@@ -40,9 +40,10 @@ struct dkv_ask {
     struct dkv_list node;
     uint64_t id;
     enum dkv_ask_phase phase;
-    struct dkv_job *job;
-    struct dkv_ask_ring *rings;  /* [n_blocks] */
-    struct dkv_region **regions; /* [n_regions], used */
+    struct dkv_job *job;         /* &own_job */
+    struct dkv_ask_ring *rings;  /* [n_blocks], from malloc; NULL: none is copied */
+    struct dkv_region **regions; /* [n_regions], used: few, or from malloc with room for all */
+    struct dkv_region *few[DKV_JOB_FEW];
     uint32_t n_regions;
     struct dkv_cache *cache; /* whose scales and sinks the blocks point to */
     struct dkv_fence fence;
@@ -53,12 +54,16 @@ struct dkv_ask {
     uint64_t bulk_number; /* in the order of conn's bulks */
     struct dkv_error error;
     bool answered; /* its deadline passed while the work ran: counted, told, and out of all lists */
+    struct dkv_job own_job;
 };
 
 /* ---- ask.c: building ---- */
 
 struct dkv_ask *dkv_ask_new(struct dkv_session *session, uint64_t id);
 void dkv_ask_free(struct dkv_ask *ask); /* with its job, its uses and its memory; NULL is fine */
+
+/* Remembers that the region is used, once. NOMEM. */
+enum dkv_status dkv_ask_use(struct dkv_ask *ask, struct dkv_region *region, struct dkv_error *err);
 
 /* Lets go of everything that the work read: regions, copies, bulk. The outputs stay. */
 void dkv_ask_let_go(struct dkv_ask *ask);

@@ -20,12 +20,7 @@ static enum dkv_status use_region(struct dkv_ask *ask, uint32_t number, const ch
                              "%.120s",
                              what, number, region->loan->error.text);
     *region_out = region;
-    for (uint32_t i = 0; i < ask->n_regions; i++)
-        if (ask->regions[i] == region)
-            return DKV_OK;
-    ask->regions[ask->n_regions++] = region; /* there are places for as many as can exist */
-    dkv_region_use(region);
-    return DKV_OK;
+    return dkv_ask_use(ask, region, err);
 }
 
 enum dkv_status dkv_ask_make_view(struct dkv_ask *ask, const struct dkv_wire_view *wire,

@@ -38,6 +38,8 @@ enum dkv_status dkv_ask_place_rows(struct dkv_ask *ask, struct dkv_error *err)
 {
     uint64_t total = 0;
     struct dkv_block *blocks = ask->job->blocks;
+    if (ask->rings == NULL)
+        return DKV_OK;
     for (uint32_t i = 0; i < ask->job->request.n_blocks && total <= ROWS_BYTES_MAX; i++)
         total += ask->rings[i].region != NULL ? copy_bytes(&blocks[i]) : 0;
     if (total == 0)
@@ -91,6 +93,8 @@ static enum dkv_status read_stretch(const struct dkv_ask_ring *ring, const struc
 enum dkv_status dkv_ask_read_rows(struct dkv_ask *ask, struct dkv_error *err)
 {
     enum dkv_status status = DKV_OK;
+    if (ask->rings == NULL)
+        return DKV_OK;
     for (uint32_t i = 0; status == DKV_OK && i < ask->job->request.n_blocks; i++) {
         const struct dkv_ask_ring *ring = &ask->rings[i];
         const struct dkv_block *block = &ask->job->blocks[i];

@@ -40,7 +40,7 @@ void dkv_infer_count_refusal(struct dkv_exchange *exchange, const struct dkv_err
         .status = err->status,
         .error = err->text,
         .job = job,
-        .id = job != NULL ? job->infer.id : "",
+        .id = job != NULL ? job->infer->id : "",
         .client = exchange->client_name,
         .trace = &exchange->trace,
         .started_ns = exchange->started_ns,
@@ -121,6 +121,10 @@ static struct dkv_job *new_job(struct dkv_exchange *exchange)
     struct dkv_server *server = exchange->server;
     const struct dkv_backend_client *client = dkv_infer_client(exchange);
     struct dkv_job *job = client != NULL ? dkv_job_new(&server->arena) : NULL;
+    if (job != NULL && (job->infer = calloc(1, sizeof(*job->infer))) == NULL) {
+        dkv_job_free(job);
+        return NULL;
+    }
     if (job != NULL)
         dkv_job_charge_to(job, &server->bodies.quota, dkv_backend_client_holder(client));
     return job;
@@ -132,8 +136,8 @@ static enum dkv_status read_json(const struct dkv_server *server, struct dkv_job
                                  uint64_t binary_bytes, struct dkv_error *err)
 {
     enum dkv_status status = dkv_oip_infer_parse((const char *)json, (size_t)json_bytes,
-                                                 binary_bytes, &job->infer, err);
-    if (status == DKV_OK && job->infer.uses_shm && server->shm == NULL)
+                                                 binary_bytes, job->infer, err);
+    if (status == DKV_OK && job->infer->uses_shm && server->shm == NULL)
         status = dkv_error_set(err, DKV_E_DENIED,
                                "shared memory of HTTP clients is not accepted: send tensors in the "
                                "body");
@@ -207,20 +211,20 @@ static enum dkv_status prepare(struct dkv_exchange *exchange, struct dkv_error *
     const uint64_t json_bytes = exchange->has_json_length ? exchange->json_length
                                                           : job->body.received_bytes;
     memory.binary = job->body.data + json_bytes;
-    if (job->infer.side_bytes > 0) {
-        status = dkv_job_add_side(job, job->infer.side_bytes, err);
+    if (job->infer->side_bytes > 0) {
+        status = dkv_job_add_side(job, job->infer->side_bytes, err);
         if (status != DKV_OK)
             return status;
         memory.side = job->side;
     }
-    status = dkv_oip_infer_set_model(&job->infer, exchange->match.model, err);
+    status = dkv_oip_infer_set_model(job->infer, exchange->match.model, err);
     if (status != DKV_OK)
         return status;
     status = dkv_infer_shm_find(exchange, job, &memory, &vectors, err);
     if (status == DKV_OK)
-        status = dkv_job_add_blocks(job, job->infer.n_blocks, err);
+        status = dkv_job_add_blocks(job, job->infer->n_blocks, err);
     if (status == DKV_OK)
-        status = dkv_oip_infer_bind(&job->infer, &memory, job->blocks, &job->request, err);
+        status = dkv_oip_infer_bind(job->infer, &memory, job->blocks, &job->request, err);
     free(vectors);
     if (status == DKV_OK)
         status = dkv_infer_shm_lend(job, err);
@@ -351,7 +355,7 @@ static void read_long(struct dkv_errand *errand)
     reading->status = read_json(reading->server, job, job->body.data, reading->json_bytes,
                                 reading->binary_bytes, err);
     if (reading->status == DKV_OK)
-        reading->status = dkv_oip_infer_settle(&job->infer, err);
+        reading->status = dkv_oip_infer_settle(job->infer, err);
     dkv_errand_tidy(); /* the parser's tree is gone */
 }
 

@@ -43,7 +43,7 @@ static enum dkv_status use(const struct dkv_exchange *exchange, struct dkv_job *
 static enum dkv_status read_vector(struct dkv_job *job, int input, char *to,
                                    struct dkv_oip_memory *memory, struct dkv_error *err)
 {
-    struct dkv_oip_tensor *tensor = &job->infer.inputs[input];
+    struct dkv_oip_tensor *tensor = &job->infer->inputs[input];
     const struct dkv_region *region = job->shm[input];
     if (dkv_region_on_gpu(region))
         return dkv_error_set(err, DKV_E_UNSUPPORTED, "input %s: only tensors may lie on a GPU",
@@ -61,7 +61,7 @@ static enum dkv_status find_inputs(const struct dkv_exchange *exchange, struct d
 {
     enum dkv_status status = DKV_OK;
     for (int i = 0; status == DKV_OK && i < DKV_OIP_INPUTS; i++) {
-        const struct dkv_oip_tensor *tensor = &job->infer.inputs[i];
+        const struct dkv_oip_tensor *tensor = &job->infer->inputs[i];
         if (tensor->source != DKV_OIP_SHM)
             continue;
         status = use(exchange, job, i, tensor->region, dkv_oip_input_name(i), err);
@@ -85,7 +85,7 @@ static enum dkv_status find_outputs(const struct dkv_exchange *exchange, struct 
 {
     enum dkv_status status = DKV_OK;
     for (int i = 0; status == DKV_OK && i < DKV_OIP_OUTPUTS; i++) {
-        const struct dkv_oip_wanted *wanted = &job->infer.outputs[i];
+        const struct dkv_oip_wanted *wanted = &job->infer->outputs[i];
         if (!wanted->wanted || wanted->region[0] == '\0')
             continue;
         status = use(exchange, job, DKV_OIP_INPUTS + i, wanted->region, dkv_oip_output_name(i),
@@ -108,9 +108,9 @@ enum dkv_status dkv_infer_shm_find(struct dkv_exchange *exchange, struct dkv_job
                                    struct dkv_error *err)
 {
     *vectors_out = NULL;
-    if (!job->infer.uses_shm)
+    if (!job->infer->uses_shm)
         return DKV_OK;
-    if (job->infer.side_bytes > 0 && (*vectors_out = malloc(job->infer.side_bytes)) == NULL)
+    if (job->infer->side_bytes > 0 && (*vectors_out = malloc(job->infer->side_bytes)) == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "out of memory");
     const enum dkv_status status = find_inputs(exchange, job, memory, *vectors_out, err);
     return status == DKV_OK ? find_outputs(exchange, job, err) : status;
@@ -126,7 +126,7 @@ static void add_loan(struct dkv_job *job, struct dkv_loan *loan)
 
 enum dkv_status dkv_infer_shm_lend(struct dkv_job *job, struct dkv_error *err)
 {
-    if (!job->infer.uses_shm)
+    if (!job->infer->uses_shm)
         return DKV_OK;
     job->loans = calloc(DKV_OIP_INPUTS + DKV_OIP_OUTPUTS, sizeof(struct dkv_loan *));
     if (job->loans == NULL)
@@ -162,11 +162,11 @@ enum dkv_status dkv_infer_shm_check(const struct dkv_exchange *exchange, const s
 {
     for (int i = 0; i < DKV_OIP_OUTPUTS; i++)
         if (job->shm[DKV_OIP_INPUTS + i] != NULL &&
-            job->infer.outputs[i].region_bytes < output_bytes(job, i))
+            job->infer->outputs[i].region_bytes < output_bytes(job, i))
             return dkv_error_set(
                 err, DKV_E_INVALID,
                 "output %s: shared_memory_byte_size %" PRIu64 " should be at least %" PRIu64,
-                dkv_oip_output_name(i), job->infer.outputs[i].region_bytes, output_bytes(job, i));
+                dkv_oip_output_name(i), job->infer->outputs[i].region_bytes, output_bytes(job, i));
     for (unsigned i = 0; i < job->n_loans; i++)
         if (job->loans[i]->loose && job->n_read_bytes > exchange->server->max_body_bytes)
             return dkv_error_set(err, DKV_E_TOO_LARGE,
@@ -184,7 +184,7 @@ void dkv_infer_shm_write(struct dkv_job *job)
                            : i == DKV_OIP_KEEP_OFFSETS ? (const void *)job->offsets
                                                        : (const void *)job->scores;
         if (region != NULL)
-            job->status = dkv_region_write(region, job->infer.outputs[i].region_offset, from,
+            job->status = dkv_region_write(region, job->infer->outputs[i].region_offset, from,
                                            output_bytes(job, i), &job->error);
     }
 }

@@ -11,12 +11,17 @@
 
 struct dkv_job *dkv_job_new(struct dkv_arena *arena)
 {
-    struct dkv_job *job = calloc(1, sizeof(*job));
-    if (job == NULL)
-        return NULL;
+    struct dkv_job *job = malloc(sizeof(*job));
+    if (job != NULL)
+        dkv_job_init(job, arena);
+    return job;
+}
+
+void dkv_job_init(struct dkv_job *job, struct dkv_arena *arena)
+{
+    memset(job, 0, sizeof(*job));
     job->arena = arena;
     dkv_list_init(&job->ended_node);
-    return job;
 }
 
 void dkv_job_charge_to(struct dkv_job *job, struct dkv_quota *quota,
@@ -76,10 +81,16 @@ enum dkv_status dkv_job_add_side(struct dkv_job *job, uint64_t bytes, struct dkv
     return DKV_OK;
 }
 
+enum dkv_status dkv_job_add_loans(struct dkv_job *job, unsigned n, struct dkv_error *err)
+{
+    job->loans = n <= DKV_JOB_FEW ? job->few_loans : calloc(n, sizeof(struct dkv_loan *));
+    return job->loans != NULL ? DKV_OK : dkv_error_set(err, DKV_E_NOMEM, "no memory for a job");
+}
+
 enum dkv_status dkv_job_add_blocks(struct dkv_job *job, uint32_t n_blocks, struct dkv_error *err)
 {
-    job->blocks = calloc(n_blocks, sizeof(*job->blocks));
-    job->plans = calloc(n_blocks, sizeof(*job->plans));
+    job->blocks = n_blocks == 1 ? &job->only_block : calloc(n_blocks, sizeof(*job->blocks));
+    job->plans = n_blocks == 1 ? &job->only_plan : calloc(n_blocks, sizeof(*job->plans));
     if (job->blocks == NULL || job->plans == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for %u blocks", n_blocks);
     job->request.blocks = job->blocks;
@@ -115,7 +126,8 @@ static bool answers_in_arena(const struct dkv_job *job)
 enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct dkv_error *err)
 {
     count_outputs(job);
-    const bool offsets = job->ragged || job->infer.outputs[DKV_OIP_KEEP_OFFSETS].wanted;
+    const bool offsets = job->ragged ||
+                         (job->infer != NULL && job->infer->outputs[DKV_OIP_KEEP_OFFSETS].wanted);
     const uint64_t n_bytes = job->n_keep * sizeof(*job->keep) +
                              job->n_scores * sizeof(*job->scores) +
                              (offsets ? (job->n_heads + 1) * sizeof(*job->offsets) : 0);
@@ -213,7 +225,7 @@ enum dkv_status dkv_job_close_ranks(struct dkv_job *job, struct dkv_error *err)
 
 void dkv_job_release_inputs(struct dkv_job *job)
 {
-    for (int i = 0; i < DKV_OIP_INPUTS + DKV_OIP_OUTPUTS; i++) {
+    for (int i = 0; job->infer != NULL && i < DKV_OIP_INPUTS + DKV_OIP_OUTPUTS; i++) {
         if (job->shm[i] != NULL)
             dkv_region_unuse(job->shm[i]);
         job->shm[i] = NULL;
@@ -222,10 +234,13 @@ void dkv_job_release_inputs(struct dkv_job *job)
     dkv_body_release(&job->body);
     dkv_arena_free(job->arena, job->side, job->side_bytes, job->side_bytes);
     dkv_job_drop_parts(job);
-    free(job->blocks);
-    free(job->plans);
+    if (job->blocks != &job->only_block)
+        free(job->blocks);
+    if (job->plans != &job->only_plan)
+        free(job->plans);
     free(job->rings);
-    free(job->loans);
+    if (job->loans != job->few_loans)
+        free(job->loans);
     job->side = NULL;
     job->blocks = NULL;
     job->plans = NULL;
@@ -239,10 +254,17 @@ void dkv_job_free(struct dkv_job *job)
 {
     if (job == NULL)
         return;
+    dkv_job_fini(job);
+    free(job);
+}
+
+void dkv_job_fini(struct dkv_job *job)
+{
     dkv_job_release_inputs(job);
-    dkv_oip_infer_fini(&job->infer);
+    if (job->infer != NULL)
+        dkv_oip_infer_fini(job->infer);
+    free(job->infer);
     dkv_arena_free(job->arena, job->keep, job->output_bytes,
                    job->target == NULL || job->degraded ? job->output_bytes : 0);
     dkv_charge_end(&job->charge);
-    free(job);
 }

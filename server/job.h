@@ -25,6 +25,8 @@ enum dkv_transport {
     DKV_TRANSPORTS,
 };
 
+#define DKV_JOB_FEW 4u /* loans: tensors and an output, of a client that lends few */
+
 struct dkv_job;
 struct dkv_backend_client;
 struct dkv_loan;
@@ -44,9 +46,11 @@ struct dkv_job_descriptor {
 };
 
 struct dkv_job {
-    /* Where there is one part only. */
+    /* Where there is one part only, one block only. */
     struct dkv_admission_part only_part;
     struct dkv_job_descriptor only_written;
+    struct dkv_block only_block;
+    struct dkv_plan only_plan;
 
     dkv_job_done_fn done;
     dkv_job_overdue_fn overdue; /* at most once, before done(); NULL: nobody waits */
@@ -63,15 +67,16 @@ struct dkv_job {
     struct dkv_arena *arena;
     struct dkv_charge charge; /* of what it takes beside body and rows */
     struct dkv_body body;
-    struct dkv_body rows; /* copies of query rows */
-    struct dkv_oip_infer infer;
-    void *side; /* [side_bytes], in the arena: small vectors and JSON numbers */
+    struct dkv_body rows;        /* copies of query rows */
+    struct dkv_oip_infer *infer; /* from malloc; NULL: it did not come over HTTP */
+    void *side;                  /* [side_bytes], in the arena: small vectors and JSON numbers */
     uint64_t side_bytes;
     struct dkv_region *shm[DKV_OIP_INPUTS + DKV_OIP_OUTPUTS]; /* used, by input, then by output */
-    struct dkv_loan **loans; /* [n_loans], from malloc: clients' memory that blocks point into */
+    struct dkv_loan **loans; /* [n_loans]: clients' memory that blocks point into */
     unsigned n_loans;
-    struct dkv_request request; /* over `blocks` */
-    struct dkv_block *blocks;   /* [request.n_blocks] */
+    struct dkv_loan *few_loans[DKV_JOB_FEW]; /* where they lie if they are few; else from malloc */
+    struct dkv_request request;              /* over `blocks` */
+    struct dkv_block *blocks;                /* [request.n_blocks] */
     struct dkv_plan *plans;
     struct dkv_ring *rings; /* [request.n_blocks], from malloc; NULL: no query lies around the end
                                of a ring on a GPU */
@@ -126,6 +131,10 @@ enum dkv_status dkv_job_close_ranks(struct dkv_job *job, struct dkv_error *err);
 
 struct dkv_job *dkv_job_new(struct dkv_arena *arena);
 
+/* The same in the caller's storage. */
+void dkv_job_init(struct dkv_job *job, struct dkv_arena *arena);
+void dkv_job_fini(struct dkv_job *job);
+
 /* From now on what it takes of the arena beside body and rows is charged, until it is freed. */
 void dkv_job_charge_to(struct dkv_job *job, struct dkv_quota *quota,
                        struct dkv_quota_holder *holder);
@@ -139,6 +148,9 @@ enum dkv_status dkv_job_add_rows(struct dkv_job *job, struct dkv_body_pool *pool
 
 /* Memory for JSON numbers, which the blocks will point into. BUSY, TOO_LARGE, NOMEM. */
 enum dkv_status dkv_job_add_side(struct dkv_job *job, uint64_t bytes, struct dkv_error *err);
+
+/* Makes room for `n` loans, which the caller then adds. NOMEM. */
+enum dkv_status dkv_job_add_loans(struct dkv_job *job, unsigned n, struct dkv_error *err);
 
 /* Allocates blocks and plans for a request of `n_blocks`. */
 enum dkv_status dkv_job_add_blocks(struct dkv_job *job, uint32_t n_blocks, struct dkv_error *err);

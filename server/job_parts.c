@@ -182,21 +182,23 @@ static enum dkv_status write_some(struct dkv_job *job, uint32_t p, const uint32_
 static enum dkv_status write_all(struct dkv_job *job, const uint32_t *part_of,
                                  struct dkv_error *err)
 {
-    struct dkv_link_range *ranges = NULL;
+    struct dkv_link_range few[DKV_JOB_FEW];
+    struct dkv_link_range *ranges = few;
     enum dkv_status status = DKV_OK;
-    if (job->n_loans > 0) {
+    if (job->n_loans > DKV_JOB_FEW) {
         ranges = calloc(job->n_loans, sizeof(*ranges));
         if (ranges == NULL)
             return dkv_error_set(err, DKV_E_NOMEM, "no memory for a job");
-        for (unsigned i = 0; i < job->n_loans; i++)
-            ranges[i] = dkv_loan_range(job->loans[i]);
     }
+    for (unsigned i = 0; i < job->n_loans; i++)
+        ranges[i] = dkv_loan_range(job->loans[i]);
     if (job->entry.n_parts == 1)
         status = write_part(job, &job->request, job->plans, ranges, &job->written[0], err);
     else
         for (uint32_t p = 0; status == DKV_OK && p < job->entry.n_parts; p++)
             status = write_some(job, p, part_of, ranges, err);
-    free(ranges);
+    if (ranges != few)
+        free(ranges);
     if (status != DKV_OK)
         return status;
     struct cursor at = first_place(job);
@@ -230,7 +232,10 @@ static enum dkv_status divide_by_device(struct dkv_job *job, struct dkv_error *e
 {
     struct dkv_admission_part parts[DKV_ADMISSION_LANES_MAX];
     uint32_t n_parts = 0;
-    uint32_t *part_of = malloc(job->request.n_blocks * sizeof(*part_of));
+    uint32_t only = 0;
+    uint32_t *part_of = job->request.n_blocks == 1
+                            ? &only
+                            : malloc(job->request.n_blocks * sizeof(*part_of));
     if (part_of == NULL)
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for a job");
     enum dkv_status status = assign(job, parts, &n_parts, part_of, err);
@@ -246,7 +251,8 @@ static enum dkv_status divide_by_device(struct dkv_job *job, struct dkv_error *e
         fill_entry(job, n_parts);
         status = write_all(job, part_of, err);
     }
-    free(part_of);
+    if (part_of != &only)
+        free(part_of);
     return status;
 }
 

@@ -167,12 +167,17 @@ void dkv_link_pack(const struct dkv_arena *arena, const struct dkv_request *requ
 {
     unsigned char *tail = (unsigned char *)to +
                           rounded(sizeof(*to) + request->n_blocks * sizeof(to->blocks[0]));
-    to->params = request->params;
+    dkv_params_copy(&to->params, &request->params);
     to->n_blocks = request->n_blocks;
     for (uint32_t b = 0; b < request->n_blocks; b++) {
         const struct dkv_block *block = &request->blocks[b];
         struct dkv_link_block *packed = &to->blocks[b];
-        *packed = (struct dkv_link_block){.block = *block, .plan = plans[b]};
+        packed->block = *block;
+        packed->plan = plans[b];
+        packed->scores = packed->counts = (struct dkv_link_addr){DKV_LINK_NOWHERE, 0};
+        packed->keep = packed->scores;
+        packed->ring = (struct dkv_ring){0};
+        packed->status = DKV_OK;
         for (unsigned i = 0; i < DKV_LINK_POINTERS; i++) {
             const void *at = get(block, i);
             struct dkv_link_addr *addr = &packed->pointers[i];

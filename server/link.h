@@ -138,8 +138,8 @@ struct dkv_link_block {
     struct dkv_link_addr counts; /* of a ragged answer */
     struct dkv_ring ring;        /* of the query, if it lies around a ring's end on a GPU */
     enum dkv_status status;      /* written by the worker before DONE, like what follows */
-    struct dkv_error error;
-    bool nonfinite; /* it met NaN or infinity */
+    bool nonfinite;              /* it met NaN or infinity */
+    struct dkv_error error;      /* of a status that is not OK */
 };
 
 struct dkv_link_job {

@@ -54,6 +54,14 @@ static inline void dkv_list_push_back(struct dkv_list *list, struct dkv_list *no
     list->prev = node;
 }
 
+static inline void dkv_list_push_front(struct dkv_list *list, struct dkv_list *node)
+{
+    node->prev = list;
+    node->next = list->next;
+    list->next->prev = node;
+    list->next = node;
+}
+
 static inline void dkv_list_remove(struct dkv_list *node)
 {
     node->prev->next = node->next;

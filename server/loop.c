@@ -276,6 +276,7 @@ static void stop(struct life *life)
     uv_walk(&life->loop, close_handle, NULL);
     uv_run(&life->loop, UV_RUN_DEFAULT);
     uv_loop_close(&life->loop);
+    dkv_sessions_free_asks(server);
     dkv_body_pool_fini(&server->bodies);
     dkv_arena_close(&server->arena);
     dkv_auth_fini(&server->auth);
@@ -297,6 +298,7 @@ int dkv_server_run(struct dkv_config_state *state, int argc, const char **argv)
     signal(SIGPIPE, SIG_IGN);
     if (*config->cpu_mask != '\0')
         setenv("DKV_CPU_MASK", config->cpu_mask, 1);
+    dkv_list_init(&life.server.idle_asks);
     dkv_notify_open(&life.notify);
     dkv_errand_init();
     uv_loop_init(&life.loop);

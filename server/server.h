@@ -11,6 +11,7 @@
 #include "server/body.h"
 #include "server/config.h"
 #include "server/inherited.h"
+#include "server/list.h"
 #include "server/log.h"
 #include "server/metrics.h"
 #include "server/streams.h"
@@ -46,7 +47,9 @@ struct dkv_server {
     struct dkv_http *http;         /* NULL: HTTP is off */
     struct dkv_shm *shm;           /* NULL: HTTP clients may not name memory */
     struct dkv_sessions *sessions; /* NULL: the local socket is off */
-    struct dkv_oip_facts facts;    /* its strings are in engine_info */
+    struct dkv_list idle_asks;     /* [n_idle_asks]: memory of its requests, to be used again */
+    unsigned n_idle_asks;
+    struct dkv_oip_facts facts; /* its strings are in engine_info */
     struct dkv_engine_info engine_info;
     struct dkv_streams streams;
     struct dkv_trace_file traces;

@@ -33,4 +33,7 @@ bool dkv_sessions_are_quiet(const struct dkv_sessions *sessions);
  * must be run until its handles are closed. NULL is fine. */
 void dkv_sessions_close(struct dkv_sessions *sessions);
 
+/* Frees the memory that is kept for requests to come; the last one has ended. */
+void dkv_sessions_free_asks(struct dkv_server *server);
+
 #endif

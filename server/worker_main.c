@@ -119,7 +119,6 @@ static void add_items(struct worker *worker, struct batch *batch, struct dkv_lin
         struct dkv_link_block *packed = &job->blocks[i];
         struct dkv_block *block = &batch->blocks[batch->n_items];
         packed->status = DKV_OK;
-        packed->error = (struct dkv_error){0};
         packed->nonfinite = false;
         if (!dkv_link_unpack(packed, dkv_worker_memory_find, &worker->memory, block) ||
             output(worker, &packed->keep) == NULL)
@@ -157,7 +156,8 @@ static void report(const struct worker *worker, const struct batch *batch)
             const struct dkv_item *item = &batch->items[at++];
             assert(item->plan == &packed->plan);
             packed->status = item->status;
-            packed->error = item->error;
+            if (item->status != DKV_OK)
+                packed->error = item->error;
             packed->nonfinite = item->nonfinite;
         }
     }

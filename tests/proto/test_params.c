@@ -390,6 +390,36 @@ static void enumerations_out_of_range_are_refused(void **state)
     assert_string_equal(dkv_policy_name(DKV_POLICY_DROPKV), "dropkv");
 }
 
+static void a_copy_has_every_value_and_resolving_keeps_the_lists(void **state)
+{
+    (void)state;
+    static const char *const lists[] = {"", "7", "512,256,128"};
+    for (int i = 0; i < 3; i++) {
+        struct dkv_params params, copy;
+        struct dkv_error err;
+        memset(&copy, 0xa5, sizeof(copy));
+        dkv_params_init(&params);
+        if (i > 0)
+            assert_int_equal(dkv_params_set_text(&params, "per_layer", lists[i], &err), DKV_OK);
+        if (i > 1)
+            assert_int_equal(dkv_params_set_text(&params, "per_head", "3,4", &err), DKV_OK);
+        assert_int_equal(dkv_params_set_text(&params, "stream", "s", &err), DKV_OK);
+        dkv_params_resolve(&params);
+        dkv_params_copy(&copy, &params);
+        assert_string_equal(copy.per_layer, lists[i]);
+        assert_string_equal(copy.per_head, i > 1 ? "3,4" : "");
+        for (unsigned id = 0; id < DKV_PARAM_COUNT; id++) {
+            const struct dkv_value a = dkv_params_get(&params, (enum dkv_param_id)id);
+            const struct dkv_value b = dkv_params_get(&copy, (enum dkv_param_id)id);
+            if (a.kind == DKV_VALUE_STRING)
+                assert_string_equal(a.string, b.string);
+            else
+                assert_true(a.kind == DKV_VALUE_REAL ? a.real == b.real : a.integer == b.integer);
+        }
+        assert_true(copy.set == params.set);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -409,6 +439,7 @@ int main(void)
         cmocka_unit_test(values_at_the_ends_pass_and_past_them_are_refused),
         cmocka_unit_test(a_stream_name_of_65_bytes_is_refused),
         cmocka_unit_test(enumerations_out_of_range_are_refused),
+        cmocka_unit_test(a_copy_has_every_value_and_resolving_keeps_the_lists),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -91,6 +91,18 @@ class Answers(unittest.TestCase):
             self.assertEqual(client.ask(wire.REGION_DROP, struct.pack("<II", number, 0)).object()[0], number)
             self.assertEqual(self.daemon.n_maps(), 0)
 
+    def test_a_request_may_name_many_regions(self):
+        client = self.client()
+        memory = self.memory(tensors(1) + tensors(2))
+        size = len(tensors())
+        for n in (1, 4, 5, 9):
+            numbers = [client.add_memfd(memory.fd, size, offset=i % 2 * size) for i in range(n)]
+            message = wire.score_blocks([inline_block(0, number) for number in numbers], PARAMS)
+            expected = [self.expected, http_answer(self.daemon, seed=2)]
+            self.assertEqual(client.ask(wire.SCORE_BLOCKS, message).keep(), [expected[i % 2] for i in range(n)])
+            for number in numbers:
+                self.assertEqual(client.ask(wire.REGION_DROP, struct.pack("<II", number, 0)).object()[0], number)
+
     def test_tmpfs_files_are_read_and_disk_files_are_refused(self):
         client = self.client()
         with tempfile.TemporaryFile(dir="/dev/shm") as file:
