@@ -8,6 +8,8 @@
 #include <string.h>
 #include <sys/socket.h>
 
+#define PIECES_MAX 64 /* of one sendmsg() */
+
 static struct dkv_wire_conn_mark *add_mark(struct dkv_wire_conn *conn)
 {
     struct dkv_wire_conn_mark *mark = dkv_wire_conn_mark_at(conn, conn->n_marks++);
@@ -69,7 +71,7 @@ enum dkv_status dkv_wire_conn_send(struct dkv_wire_conn *conn,
     return DKV_OK;
 }
 
-/* One sendmsg() of one or two pieces. *n_out 0: the socket takes nothing now. */
+/* One sendmsg(). *n_out 0: the socket takes nothing now. */
 static enum dkv_status transmit(struct dkv_wire_conn *conn, struct iovec *pieces, size_t n_pieces,
                                 const int *fds, uint16_t n_fds, size_t *n_out,
                                 struct dkv_error *err)
@@ -123,44 +125,66 @@ static void bulk_went(struct dkv_wire_conn *conn, struct dkv_wire_conn_mark *mar
     }
 }
 
-static enum dkv_status send_bulk(struct dkv_wire_conn *conn, struct dkv_wire_conn_mark *mark,
-                                 size_t *n_out, struct dkv_error *err)
+/* What one call can take from here on: the buffer up to the next descriptors, and the bulks that
+ * belong among it. Several small answers are one call here and one wake-up at the other end. */
+static size_t gather(struct dkv_wire_conn *conn, uint32_t mark, struct iovec pieces[PIECES_MAX])
 {
-    struct iovec piece = piece_of_bulk(mark);
-    enum dkv_status status = transmit(conn, &piece, 1, NULL, 0, n_out, err);
-    bulk_went(conn, mark, *n_out);
-    return status;
+    uint8_t *at = conn->out + conn->out_start;
+    uint64_t position = conn->out_position;
+    const uint64_t end = position + (conn->out_end - conn->out_start);
+    size_t n = 0;
+
+    for (;; mark++) {
+        struct dkv_wire_conn_mark *next = mark < conn->n_marks ? dkv_wire_conn_mark_at(conn, mark)
+                                                               : NULL;
+        const uint64_t stop = next != NULL ? next->at : end;
+        if (stop > position) {
+            pieces[n++] = (struct iovec){at, (size_t)(stop - position)};
+            at += stop - position;
+            position = stop;
+        }
+        if (next == NULL || next->n_fds > 0 || n == PIECES_MAX)
+            return n;
+        pieces[n++] = piece_of_bulk(next);
+        if (n >= PIECES_MAX - 1 || pieces[n - 1].iov_len < next->bulk_left)
+            return n;
+    }
 }
 
-/* Buffered bytes up to the next mark, with the descriptors that are due here. If that mark is a
- * bulk, it goes along: a small answer is one call here and one wake-up at the other end. */
-static enum dkv_status send_buffered(struct dkv_wire_conn *conn, struct dkv_wire_conn_mark *due,
-                                     size_t *n_out, struct dkv_error *err)
+/* Takes `n` bytes that were sent off the queue. */
+static void went(struct dkv_wire_conn *conn, size_t n)
 {
-    const uint32_t next = due != NULL ? 1 : 0;
-    struct iovec pieces[2] = {{conn->out + conn->out_start, conn->out_end - conn->out_start}};
-    struct dkv_wire_conn_mark *bulk = NULL;
-
-    if (conn->n_marks > next) {
-        struct dkv_wire_conn_mark *mark = dkv_wire_conn_mark_at(conn, next);
-        pieces[0].iov_len = (size_t)dkv_wire_conn_smaller(pieces[0].iov_len,
-                                                          mark->at - conn->out_position);
-        bulk = mark->n_fds == 0 ? mark : NULL;
+    while (n > 0) {
+        struct dkv_wire_conn_mark *mark = conn->n_marks > 0 ? dkv_wire_conn_mark_at(conn, 0) : NULL;
+        const uint64_t end = conn->out_position + (conn->out_end - conn->out_start);
+        const uint64_t buffered = (mark != NULL ? mark->at : end) - conn->out_position;
+        const size_t step = (size_t)dkv_wire_conn_smaller(n, buffered > 0 ? buffered
+                                                                          : mark->bulk_left);
+        if (buffered > 0) {
+            conn->out_start += step;
+            conn->out_position += step;
+        } else {
+            bulk_went(conn, mark, step);
+        }
+        n -= step;
     }
-    if (bulk != NULL)
-        pieces[1] = piece_of_bulk(bulk);
-    enum dkv_status status = transmit(conn, pieces, bulk != NULL ? 2 : 1,
-                                      due != NULL ? due->fds : NULL, due != NULL ? due->n_fds : 0,
-                                      n_out, err);
-    const size_t buffered = (size_t)dkv_wire_conn_smaller(*n_out, pieces[0].iov_len);
-    conn->out_start += buffered;
-    conn->out_position += buffered;
+    if (conn->out_start == conn->out_end) /* the same few cache lines are used again */
+        conn->out_start = conn->out_end = 0;
+}
+
+/* One call, with the descriptors of `due` if they are due here. */
+static enum dkv_status send_some(struct dkv_wire_conn *conn, struct dkv_wire_conn_mark *due,
+                                 size_t *n_out, struct dkv_error *err)
+{
+    struct iovec pieces[PIECES_MAX];
+    const size_t n_pieces = gather(conn, due != NULL ? 1 : 0, pieces);
+    enum dkv_status status = transmit(conn, pieces, n_pieces, due != NULL ? due->fds : NULL,
+                                      due != NULL ? due->n_fds : 0, n_out, err);
     if (due != NULL && *n_out > 0) {
         dkv_wire_conn_close_fds(due->fds, due->n_fds);
         pop_mark(conn);
     }
-    if (bulk != NULL && *n_out > buffered)
-        bulk_went(conn, bulk, *n_out - buffered);
+    went(conn, *n_out);
     return status;
 }
 
@@ -173,11 +197,8 @@ enum dkv_status dkv_wire_conn_flush(struct dkv_wire_conn *conn, struct dkv_error
         return DKV_WIRE_CONN_BREAK(conn, "the connection is broken");
     while (status == DKV_OK && n > 0 && dkv_wire_conn_wants_write(conn)) {
         struct dkv_wire_conn_mark *mark = conn->n_marks > 0 ? dkv_wire_conn_mark_at(conn, 0) : NULL;
-        const bool due = mark != NULL && mark->at == conn->out_position;
-        if (due && mark->n_fds == 0)
-            status = send_bulk(conn, mark, &n, err);
-        else
-            status = send_buffered(conn, due ? mark : NULL, &n, err);
+        const bool due = mark != NULL && mark->n_fds > 0 && mark->at == conn->out_position;
+        status = send_some(conn, due ? mark : NULL, &n, err);
     }
     return status;
 }

@@ -148,12 +148,15 @@ static void pump(struct dkv_backend *backend)
         return;
     }
     backend->pumping = true;
+    backend->soon = false;
     do {
         backend->again = false;
         launch_all(backend);
         hand_out_ended(backend);
     } while (backend->again);
     backend->pumping = false;
+    if (backend->settled != NULL)
+        backend->settled(backend->settled_owner);
     set_timer(backend);
 }
 
@@ -184,7 +187,7 @@ static void judge_part(const struct dkv_run_part *part)
         const struct dkv_link_block *block = &part->descriptor->blocks[i];
         job->n_refused_nonfinite += block->nonfinite && block->status != DKV_OK;
         job->n_masked_nonfinite += block->nonfinite && block->status == DKV_OK;
-        if (job->status == DKV_OK) {
+        if (job->status == DKV_OK && block->status != DKV_OK) {
             job->status = block->status;
             job->error = block->error;
         }
@@ -346,6 +349,9 @@ void dkv_backend_close(struct dkv_backend *backend)
 /* The endings wait for the loop's next turn. */
 static void pump_soon(struct dkv_backend *backend)
 {
+    if (backend->soon)
+        return;
+    backend->soon = true;
     uv_timer_start(&backend->timer, on_timer, 0, 0);
 }
 
@@ -401,6 +407,13 @@ void dkv_backend_client_cancel(struct dkv_backend_client *client)
     struct dkv_backend *backend = client->backend;
     dkv_admission_client_cancel(backend->queue, &client->share, now_us());
     pump(backend);
+}
+
+void dkv_backend_on_settled(struct dkv_backend *backend, dkv_backend_settled_fn settled,
+                            void *owner)
+{
+    backend->settled = settled;
+    backend->settled_owner = owner;
 }
 
 enum dkv_status dkv_backend_relimit(struct dkv_backend *backend, const struct dkv_config *config,

@@ -63,6 +63,12 @@ enum dkv_status dkv_backend_open(const struct dkv_config *config, uv_loop_t *loo
                                  struct dkv_arena *arena, struct dkv_backend **backend_out,
                                  struct dkv_error *err);
 
+/* Called when the jobs that ended at one time, as those of a batch, have all been handed out by
+ * done(): what was put off until then can be done once for all of them. */
+typedef void (*dkv_backend_settled_fn)(void *owner);
+void dkv_backend_on_settled(struct dkv_backend *backend, dkv_backend_settled_fn settled,
+                            void *owner);
+
 /* Every job still there ends, as DRAINING. The loop must be run until its handles are closed, which
  * frees what clients are left. */
 void dkv_backend_close(struct dkv_backend *backend);

@@ -51,9 +51,12 @@ struct dkv_backend {
     uint64_t pulse_launched; /* n_launched at the last pulse */
     struct dkv_loan **loans; /* [n_loans], by number - DKV_LINK_LOANS; NULL where there is none */
     unsigned n_loans;
-    uint64_t loan_bytes; /* of all loans */
+    uint64_t loan_bytes;            /* of all loans */
+    dkv_backend_settled_fn settled; /* or NULL */
+    void *settled_owner;
     bool pumping;
     bool again;
+    bool soon; /* the timer is set to pump at the loop's next turn */
 };
 
 struct dkv_backend_client {

@@ -72,6 +72,7 @@ void dkv_session_end(struct dkv_session *session)
     const unsigned n_regions = dkv_session_free_objects(session);
     free_outbox(session);
     dkv_list_remove(&session->node);
+    dkv_list_remove(&session->unsent_node);
     session->all->n_sessions--;
     server->metrics.connections_closed[DKV_TRANSPORT_SOCKET]++;
     server->metrics.regions_released[DKV_RELEASE_DISCONNECT] += n_regions;
@@ -432,6 +433,7 @@ enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, bool trusted,
     dkv_list_init(&session->sending);
     dkv_list_init(&session->outbox);
     dkv_list_init(&session->node);
+    dkv_list_init(&session->unsent_node);
     dkv_list_push_back(&all->sessions, &session->node);
     all->n_sessions++;
     all->server->metrics.connections_total[DKV_TRANSPORT_SOCKET]++;

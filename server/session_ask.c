@@ -15,6 +15,7 @@
 #include <string.h>
 
 static void end_ask(struct dkv_ask *ask);
+static bool settle_ask(struct dkv_ask *ask, struct dkv_session *session);
 
 /* ---- on the way to the backend ---- */
 
@@ -27,10 +28,17 @@ static void fail_ask(struct dkv_ask *ask, const struct dkv_error *err)
 static void on_job_done(struct dkv_job *job, void *owner)
 {
     struct dkv_ask *ask = owner;
+    struct dkv_session *session = ask->session;
     dkv_metrics_batch(&ask->server->metrics, job);
     if (job->status != DKV_OK)
         ask->error = job->error;
-    end_ask(ask);
+    if (!settle_ask(ask, session))
+        return;
+    /* More of its answers may be in the same batch. */
+    if (dkv_list_empty(&session->asks))
+        dkv_session_flush(session);
+    else if (!dkv_list_linked(&session->unsent_node))
+        dkv_list_push_back(&session->all->unsent, &session->unsent_node);
 }
 
 static void count_answer(const struct dkv_ask *ask);
@@ -177,8 +185,13 @@ static enum dkv_status check_message(const struct dkv_wire_header *header, const
     return status;
 }
 
-static bool id_is_used(const struct dkv_session *session, uint64_t id)
+/* Clients that count upwards cost no search. */
+static bool id_is_used(struct dkv_session *session, uint64_t id)
 {
+    if (id > session->newest_id) {
+        session->newest_id = id;
+        return false;
+    }
     DKV_LIST_EACH (node, &session->asks)
         if (DKV_LIST_OF(node, struct dkv_ask, node)->id == id)
             return true;
@@ -272,14 +285,13 @@ static void count_answer(const struct dkv_ask *ask)
 
 /* Nobody works on it any more: what it read is let go of, so that a region that is being detached
  * does not wait for a client that is slow to read answers. Letting go may end the session, which
- * must not find the ask in its lists then. */
-static void end_ask(struct dkv_ask *ask)
+ * must not find the ask in its lists then. False: nobody wants an answer. */
+static bool settle_ask(struct dkv_ask *ask, struct dkv_session *session)
 {
-    struct dkv_session *session = ask->session;
     ask->phase = DKV_ASK_ENDED;
     if (ask->answered) {
         dkv_ask_free(ask);
-        return;
+        return false;
     }
     ask->server->n_accepted--;
     dkv_list_remove(&ask->node);
@@ -293,10 +305,17 @@ static void end_ask(struct dkv_ask *ask)
     dkv_ask_let_go(ask);
     if (session == NULL || session->conn == NULL) {
         dkv_ask_free(ask);
-        return;
+        return false;
     }
     dkv_list_push_back(&session->ended, &ask->node);
-    dkv_session_flush(session);
+    return true;
+}
+
+static void end_ask(struct dkv_ask *ask)
+{
+    struct dkv_session *session = ask->session;
+    if (settle_ask(ask, session))
+        dkv_session_flush(session);
 }
 
 /* Puts the numbers where the client wants them and describes them. */

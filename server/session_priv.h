@@ -32,6 +32,7 @@ struct dkv_sessions {
     uv_poll_t poll;
     struct dkv_fences *fences;
     struct dkv_list sessions;
+    struct dkv_list unsent; /* those with answers that go out when the backend has settled */
     unsigned n_sessions;
     uint64_t n_ever;   /* numbers given to sessions */
     uint64_t instance; /* random */
@@ -72,6 +73,7 @@ struct dkv_session_bulk {
 struct dkv_session {
     struct dkv_sessions *all;
     struct dkv_list node;
+    struct dkv_list unsent_node;
     uint64_t number;                      /* never used twice */
     char shm_prefix[DKV_SHM_PREFIX_SIZE]; /* "": it may not name memory */
     uid_t uid;                            /* the peer's; set with the prefix */
@@ -96,6 +98,7 @@ struct dkv_session {
     struct dkv_list sending; /* results whose bulk conn is sending, in that order */
     struct dkv_list outbox;  /* small messages that do not fit yet */
     unsigned n_asks;         /* in all three lists */
+    uint64_t newest_id;      /* the highest that an ask had */
     uint64_t n_bulks;        /* given to conn */
 };
 

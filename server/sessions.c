@@ -91,6 +91,17 @@ static void stop_listening(struct dkv_sessions *all)
     close(all->listen_fd);
 }
 
+/* One call for all answers of a batch to one client. */
+static void send_unsent(void *owner)
+{
+    struct dkv_sessions *all = owner;
+    struct dkv_list *node;
+    while ((node = dkv_list_first(&all->unsent)) != NULL) {
+        dkv_list_remove(node);
+        dkv_session_flush(DKV_LIST_OF(node, struct dkv_session, unsent_node));
+    }
+}
+
 static enum dkv_status start(struct dkv_sessions *all, struct dkv_error *err)
 {
     struct dkv_server *server = all->server;
@@ -127,8 +138,10 @@ enum dkv_status dkv_sessions_open(struct dkv_server *server, struct dkv_sessions
         return dkv_error_set(err, DKV_E_NOMEM, "no memory for the local socket");
     all->server = server;
     dkv_list_init(&all->sessions);
+    dkv_list_init(&all->unsent);
     enum dkv_status status = start(all, err);
     if (status == DKV_OK) {
+        dkv_backend_on_settled(server->backend, send_unsent, all);
         *sessions_out = all;
         return DKV_OK;
     }
@@ -163,6 +176,7 @@ void dkv_sessions_close(struct dkv_sessions *sessions)
     struct dkv_list *node;
     if (sessions == NULL)
         return;
+    dkv_backend_on_settled(sessions->server->backend, NULL, NULL);
     while ((node = dkv_list_first(&sessions->sessions)) != NULL)
         dkv_session_end(DKV_LIST_OF(node, struct dkv_session, node));
     dkv_fences_close(sessions->fences);

@@ -541,6 +541,84 @@ static void bulk_is_sent_from_where_it_lies_and_given_back(void **state)
     end(&p);
 }
 
+static void send_score(struct dkv_wire_conn *conn, uint64_t id, const uint8_t *bulk, uint64_t bytes)
+{
+    uint8_t payload[120];
+    const struct dkv_wire_score score = {.cache = 1, .stash = 1, .n_layers = 1};
+    const struct dkv_wire_conn_output out = {.type = DKV_WIRE_SCORE,
+                                             .id = id,
+                                             .payload = payload,
+                                             .payload_bytes = dkv_wire_put_score(payload, &score),
+                                             .bulk = bulk,
+                                             .bulk_bytes = bytes};
+    assert_int_equal(dkv_wire_conn_send(conn, &out, &err), DKV_OK);
+}
+
+/* A socket that keeps calls apart says how many there were. */
+static void messages_with_small_bulks_leave_in_one_call(void **state)
+{
+    (void)state;
+    static uint8_t bulk[256], got[65536];
+    struct dkv_wire_conn *conn;
+    int fds[2];
+    assert_int_equal(socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, fds), 0);
+    assert_int_equal(dkv_wire_conn_open(fds[0], DKV_WIRE_FROM_DAEMON, &conn, &err), DKV_OK);
+    for (uint64_t id = 1; id <= 20; id++)
+        send_score(conn, id, bulk, sizeof(bulk));
+    assert_int_equal(dkv_wire_conn_flush(conn, &err), DKV_OK);
+    assert_int_equal(dkv_wire_conn_bulks_sent(conn), 20);
+    assert_true(recv(fds[1], got, sizeof(got), MSG_DONTWAIT) > 20 * (ssize_t)sizeof(bulk));
+    assert_true(recv(fds[1], got, sizeof(got), MSG_DONTWAIT) < 0);
+    dkv_wire_conn_close(conn);
+    close(fds[1]);
+}
+
+/* Reads the bulk of the message in hand; the sender may have to send first. */
+static void expect_bulk(struct pair *p, const uint8_t *bulk, uint64_t bytes)
+{
+    static uint8_t got[32768];
+    uint64_t read = 0, step;
+    assert_int_equal(dkv_wire_conn_bulk_left(p->daemon), bytes);
+    while (read < bytes) {
+        assert_int_equal(dkv_wire_conn_flush(p->client, &err), DKV_OK);
+        assert_int_equal(dkv_wire_conn_read_bulk(p->daemon, got + read, bytes - read, &step, &err),
+                         DKV_OK);
+        read += step;
+    }
+    assert_memory_equal(got, bulk, bytes);
+}
+
+/* Bulks, descriptors and neither in every order, to a socket that takes little at a time. */
+static void what_is_sent_in_pieces_stays_in_order(void **state)
+{
+    (void)state;
+    struct pair p = begin(true);
+    struct dkv_wire_conn_message m;
+    const int room = 4096;
+    static uint8_t bulk[32768];
+    enum { N = 90 };
+    for (size_t i = 0; i < sizeof(bulk); i++)
+        bulk[i] = (uint8_t)(i * 7 ^ i >> 8);
+    setsockopt(p.raw, SOL_SOCKET, SO_SNDBUF, &room, sizeof(room));
+    for (uint64_t id = 1; id <= N; id++)
+        switch (id * id % 7) {
+        case 0: assert_int_equal(send_ping(p.client, id), DKV_OK); break;
+        case 1: send_region(p.client, id); break;
+        default: send_score(p.client, id, bulk + id, id * 331 % 20000 + 1); break;
+        }
+    for (uint64_t id = 1; id <= N; id++) {
+        for (m.header.type = 0; m.header.type == 0;) {
+            assert_int_equal(dkv_wire_conn_flush(p.client, &err), DKV_OK);
+            assert_int_equal(next(p.daemon, &m), DKV_OK);
+        }
+        assert_int_equal(m.header.id, id);
+        if (m.header.bulk_bytes > 0)
+            expect_bulk(&p, bulk + id, id * 331 % 20000 + 1);
+    }
+    assert_false(dkv_wire_conn_wants_write(p.client));
+    end(&p);
+}
+
 static void descriptors_that_were_not_sent_are_closed_with_the_connection(void **state)
 {
     (void)state;
@@ -583,6 +661,8 @@ int main(void)
         cmocka_unit_test(what_one_end_queues_the_other_end_hears_in_order),
         cmocka_unit_test(a_full_queue_is_busy_and_takes_nothing),
         cmocka_unit_test(bulk_is_sent_from_where_it_lies_and_given_back),
+        cmocka_unit_test(messages_with_small_bulks_leave_in_one_call),
+        cmocka_unit_test(what_is_sent_in_pieces_stays_in_order),
         cmocka_unit_test(descriptors_that_were_not_sent_are_closed_with_the_connection),
         cmocka_unit_test(writing_to_a_peer_that_is_gone_is_unavailable_and_no_signal),
     };
