@@ -6,6 +6,7 @@
  */
 #include "proto/wire_layout.h"
 
+#include <endian.h>
 #include <string.h>
 
 #define N(type, m)                                                                           \
@@ -173,39 +174,33 @@ const struct dkv_wire_layout dkv_wire_layouts[DKV_LAYOUTS] = {
 
 static void put_number(uint8_t *out, const void *member, size_t bytes)
 {
-    uint64_t value = 0;
+    uint16_t two;
+    uint32_t four; /* a float's bits too */
+    uint64_t eight;
 
     switch (bytes) {
-    case 1: value = *(const uint8_t *)member; break;
-    case 2: value = *(const uint16_t *)member; break;
-    case 4: {
-        uint32_t bits; /* a float's too */
-        memcpy(&bits, member, 4);
-        value = bits;
+    case 1: *out = *(const uint8_t *)member; break;
+    case 2:
+        memcpy(&two, member, 2);
+        two = htole16(two);
+        memcpy(out, &two, 2);
+        break;
+    case 4:
+        memcpy(&four, member, 4);
+        four = htole32(four);
+        memcpy(out, &four, 4);
+        break;
+    default:
+        memcpy(&eight, member, 8);
+        eight = htole64(eight);
+        memcpy(out, &eight, 8);
         break;
     }
-    default: memcpy(&value, member, 8); break;
-    }
-    for (size_t i = 0; i < bytes; i++)
-        out[i] = (uint8_t)(value >> (8 * i));
 }
 
 static void get_number(const uint8_t *in, void *member, size_t bytes)
 {
-    uint64_t value = 0;
-    uint32_t bits;
-
-    for (size_t i = 0; i < bytes; i++)
-        value |= (uint64_t)in[i] << (8 * i);
-    switch (bytes) {
-    case 1: *(uint8_t *)member = (uint8_t)value; break;
-    case 2: *(uint16_t *)member = (uint16_t)value; break;
-    case 4:
-        bits = (uint32_t)value;
-        memcpy(member, &bits, 4);
-        break;
-    default: memcpy(member, &value, 8); break;
-    }
+    put_number(member, in, bytes); /* turning bytes around twice changes nothing */
 }
 
 size_t dkv_wire_encode(enum dkv_wire_layout_id id, uint8_t *out, const void *from)
