@@ -12,7 +12,7 @@
 #include <stdlib.h>
 
 /* Smaller ones come with the reply as soon. */
-#define ANSWER_BYTES_MIN (UINT64_C(16) << 10)
+#define ANSWER_BYTES_MIN (UINT64_C(4) << 10)
 #define ANSWER_BYTES_MAX (UINT64_C(64) << 20)
 #define BUFFER_BYTES_MIN (UINT64_C(256) << 10)
 

@@ -82,6 +82,27 @@ static void they_are_the_engines(void **unused)
     dropkv_client_close(client);
 }
 
+static void answers_of_four_kilobytes_are_and_smaller_ones_come_with_the_reply(void **unused)
+{
+    struct dropkv_client *client = dkv_test_open(dkv_test_endpoint);
+    const int64_t enough = 4096 / (KV_HEADS * (int64_t)sizeof(int32_t));
+    (void)unused;
+    for (int64_t less = 0; less < 2; less++) {
+        const struct dropkv_param keep[] = {
+            {"keep_tokens", DROPKV_PARAM_INT, enough - less, 0, NULL}};
+        struct dropkv_request r = make_request(1, 0);
+        r.params = keep;
+        struct dropkv_result *wanted = dkv_test_expect(&r);
+        warm_up(client, &r);
+        struct dropkv_result *result = dkv_test_score(client, &r);
+        assert_int_equal(file_at(result->keep_indices) != 0, less == 0);
+        dkv_test_assert_same(result, wanted);
+        dropkv_result_free(result);
+        dropkv_result_free(wanted);
+    }
+    dropkv_client_close(client);
+}
+
 /* More at a time than there are buffers, kept while others are computed, and when the client has
  * gone. */
 static void a_result_keeps_its_memory(void **unused)
@@ -222,6 +243,7 @@ int main(int argc, char **argv)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(they_are_the_engines),
+        cmocka_unit_test(answers_of_four_kilobytes_are_and_smaller_ones_come_with_the_reply),
         cmocka_unit_test(a_result_keeps_its_memory),
         cmocka_unit_test(memory_is_used_again),
         cmocka_unit_test(memory_of_a_request_that_was_given_up_is_not),
