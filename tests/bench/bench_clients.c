@@ -113,7 +113,8 @@ static void take(struct bench *b, unsigned i)
             break;
         case DROPKV_E_BUSY:
             b->n_refused++;
-            add_time(&b->refusals, ms);
+            if (b->counts[i])
+                add_time(&b->refusals, ms);
             break;
         case DROPKV_E_TIMEOUT: b->n_late++; break;
         default: fprintf(stderr, "%s\n", result->error_text); b->n_failed++;
