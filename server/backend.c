@@ -175,7 +175,7 @@ static void on_up(void *owner, unsigned index, const struct dkv_engine_info *inf
     dkv_admission_device_up(backend->queue, index);
     if (backend->devices[index].worker == NULL)
         return; /* while it opens: no loan yet, and nothing to run */
-    dkv_backend_each_loan(backend, index, dkv_backend_show_loan);
+    dkv_backend_show_loans(backend, index);
     pump(backend);
 }
 
@@ -250,7 +250,7 @@ static void on_lost(void *owner, unsigned index, bool for_good)
         dkv_admission_device_retire(backend->queue, index, now_us());
     else
         dkv_admission_device_lost(backend->queue, index, now_us());
-    dkv_backend_each_loan(backend, index, dkv_backend_forget_loan);
+    dkv_backend_forget_loans(backend, index);
     pump(backend);
 }
 
@@ -330,7 +330,7 @@ void dkv_backend_close(struct dkv_backend *backend)
         device->worker = NULL;
         device->up = false;
         forget_runs(backend, device);
-        dkv_backend_each_loan(backend, d, dkv_backend_forget_loan);
+        dkv_backend_forget_loans(backend, d);
     }
     if (backend->queue != NULL) {
         dkv_admission_fail_all(backend->queue, DKV_E_DRAINING, now_us());

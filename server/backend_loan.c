@@ -30,7 +30,7 @@ static void release_if_free(struct dkv_loan *loan)
 
 /* Tells a worker of a loan that is in use. One that is shown GPU memory again finds out anew
  * whether it can be had. */
-void dkv_backend_show_loan(struct dkv_backend *backend, unsigned d, struct dkv_loan *loan)
+static void show(struct dkv_backend *backend, unsigned d, struct dkv_loan *loan)
 {
     if (loan->device != DKV_LOAN_EVERYWHERE && loan->device != d)
         return;
@@ -121,7 +121,7 @@ static enum dkv_status add(struct dkv_backend *backend, struct dkv_loan *loan,
     *loan_out = loan;
     for (unsigned d = 0; d < backend->n_devices; d++)
         if (backend->devices[d].up)
-            dkv_backend_show_loan(backend, d, loan);
+            show(backend, d, loan);
     if (loan->attaching == 0)
         tell_attached(loan);
     return DKV_OK;
@@ -214,24 +214,30 @@ void dkv_backend_on_detached(void *owner, unsigned index, uint32_t number)
     release_if_free(loan);
 }
 
-void dkv_backend_each_loan(struct dkv_backend *backend, unsigned d,
-                           void (*act)(struct dkv_backend *, unsigned, struct dkv_loan *))
+void dkv_backend_show_loans(struct dkv_backend *backend, unsigned d)
 {
     for (unsigned i = 0; i < backend->n_loans; i++)
         if (backend->loans[i] != NULL)
-            act(backend, d, backend->loans[i]);
+            show(backend, d, backend->loans[i]);
 }
 
-/* The process that had it is gone, and its mapping with it. Where nothing can be mapped any more,
- * the question whether it can be is answered by the next worker. */
-void dkv_backend_forget_loan(struct dkv_backend *backend, unsigned d, struct dkv_loan *loan)
+/* Where nothing can be mapped any more, the question whether it can be is answered by the next
+ * worker. Nobody is told before every loan is known to be out of the worker's hands: an owner that
+ * is told may give back whatever it has. */
+void dkv_backend_forget_loans(struct dkv_backend *backend, unsigned d)
 {
-    (void)backend;
-    loan->holding &= ~(1u << d);
-    loan->attaching &= ~(1u << d);
-    if (loan->attaching == 0)
-        tell_attached(loan);
-    release_if_free(loan);
+    for (unsigned i = 0; i < backend->n_loans; i++)
+        if (backend->loans[i] != NULL) {
+            backend->loans[i]->holding &= ~(1u << d);
+            backend->loans[i]->attaching &= ~(1u << d);
+        }
+    for (unsigned i = 0; i < backend->n_loans; i++) {
+        struct dkv_loan *loan = backend->loans[i];
+        if (loan != NULL && loan->detached)
+            release_if_free(loan);
+        else if (loan != NULL && loan->attaching == 0)
+            tell_attached(loan); /* which may be its end */
+    }
 }
 
 void dkv_backend_count_loans(const struct dkv_backend *backend, struct dkv_backend_info *info_out)

@@ -82,10 +82,8 @@ void dkv_backend_hold_loans(struct dkv_job *job);
 void dkv_backend_drop_loans(struct dkv_job *job);
 
 /* For each loan: tell a new worker of it; forget that a worker had it, which is gone. */
-void dkv_backend_each_loan(struct dkv_backend *backend, unsigned d,
-                           void (*act)(struct dkv_backend *, unsigned, struct dkv_loan *));
-void dkv_backend_show_loan(struct dkv_backend *backend, unsigned d, struct dkv_loan *loan);
-void dkv_backend_forget_loan(struct dkv_backend *backend, unsigned d, struct dkv_loan *loan);
+void dkv_backend_show_loans(struct dkv_backend *backend, unsigned d);   /* its worker is up */
+void dkv_backend_forget_loans(struct dkv_backend *backend, unsigned d); /* it has gone */
 
 /* What workers answer: members of dkv_worker_calls. */
 void dkv_backend_on_attached(void *owner, unsigned index, uint32_t number,

@@ -153,6 +153,63 @@ static void killed_workers_are_replaced_with_their_loans(void **state)
     close_world(&world);
 }
 
+struct end {
+    struct dkv_loan *loans[2];
+    bool told;
+    unsigned n_released;
+};
+
+static void count_released(void *owner)
+{
+    ((struct end *)owner)->n_released++;
+}
+
+/* What a session does that finds its connection closed as it sends the answer. */
+static void give_back_both(struct dkv_loan *loan, void *owner, const struct dkv_error *error)
+{
+    struct end *end = owner;
+    (void)loan;
+    (void)error;
+    end->told = true;
+    for (int i = 0; i < 2; i++)
+        dkv_backend_detach(end->loans[i], count_released, end);
+}
+
+/* Its owner is told of a loan when the worker that should have mapped it has died, and gives back
+ * all it has, which that worker had mapped. */
+static void an_owner_may_go_when_it_is_told_that_a_worker_died(void **state)
+{
+    struct world world;
+    struct dkv_error err;
+    (void)state;
+    open_world(&world, NULL);
+    const int fd = make_file(ALL_BYTES, true);
+    for (int late = 0; late < 2; late++) { /* the one that waits is first and last of the table */
+        struct end end = {0};
+        struct dkv_loan *first = lend(&world, fd, 0, ALL_BYTES);
+        end.loans[0] = lend(&world, fd, 0, ALL_BYTES);
+        if (late == 0)
+            give_back(&world, first);
+        const int pid = worker_pid(&world);
+        kill(pid, SIGSTOP);
+        assert_int_equal(dkv_backend_attach(world.backend, fd, 0, ALL_BYTES, false, 1,
+                                            give_back_both, &end, &end.loans[1], &err),
+                         DKV_OK);
+        kill(pid, SIGKILL);
+        while (end.n_released < 2)
+            turn(&world);
+        assert_true(end.told);
+        struct dkv_backend_info info;
+        for (dkv_backend_info(world.backend, &info); !info.ready;
+             dkv_backend_info(world.backend, &info))
+            turn(&world);
+        if (late == 1)
+            give_back(&world, first);
+    }
+    close(fd);
+    close_world(&world);
+}
+
 static void two_batches_can_be_in_flight(void **state)
 {
     static const char *const options[] = {
@@ -199,6 +256,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(clients_that_vanish_leave_nothing_behind),
         cmocka_unit_test(a_client_that_left_lasts_until_its_last_job_is_handed_out),
         cmocka_unit_test(killed_workers_are_replaced_with_their_loans),
+        cmocka_unit_test(an_owner_may_go_when_it_is_told_that_a_worker_died),
         cmocka_unit_test(two_batches_can_be_in_flight),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
