@@ -250,6 +250,11 @@ enum dkv_status dkv_wire_conn_next(struct dkv_wire_conn *conn,
     return DKV_OK;
 }
 
+bool dkv_wire_conn_in_message(const struct dkv_wire_conn *conn)
+{
+    return !conn->handed_out && (conn->header.type != 0 || conn->in_end > conn->in_start);
+}
+
 uint64_t dkv_wire_conn_bulk_left(const struct dkv_wire_conn *conn)
 {
     return conn->bulk_left;

@@ -67,6 +67,9 @@ enum dkv_status dkv_wire_conn_read(struct dkv_wire_conn *conn, bool *got_out,
 /* The last read() took all that was there: another one before the socket is readable is in vain. */
 bool dkv_wire_conn_drained(const struct dkv_wire_conn *conn);
 
+/* The last next() found only the beginning of a message. */
+bool dkv_wire_conn_in_message(const struct dkv_wire_conn *conn);
+
 /* The next complete message. The bulk of the one before must have been read or skipped. */
 enum dkv_status dkv_wire_conn_next(struct dkv_wire_conn *conn,
                                    struct dkv_wire_conn_message *message_out,

@@ -10,8 +10,8 @@
  * struct, with conn NULL, to the callbacks of its libuv handles; so whoever may have ended a
  * session looks at conn afterwards and at nothing else.
  *
- * Three things have a deadline, judged by one timer: the first message, a bulk that stopped coming,
- * answers that are not read.
+ * Three things have a deadline, judged by one timer: the first message, the rest of a message that
+ * stopped coming, answers that are not read.
  */
 #include "server/session_priv.h"
 
@@ -303,7 +303,7 @@ static bool read_bulk(struct dkv_session *session, uint64_t *left_of_turn, struc
     bulk->got += n;
     session->all->server->metrics.bytes_in[DKV_TRANSPORT_SOCKET] += n;
     *left_of_turn -= n;
-    session->progress_ms = n > 0 ? dkv_clock_ms() : session->progress_ms;
+    session->heard_ms = n > 0 ? dkv_clock_ms() : session->heard_ms;
     if (dkv_wire_conn_bulk_left(session->conn) > 0)
         return n > 0;
     finish_bulk(session);
@@ -352,6 +352,8 @@ static void read_messages(struct dkv_session *session)
         }
     if (session->conn != NULL && err.status != DKV_OK)
         fail(session, &err);
+    else if (session->conn != NULL && dkv_wire_conn_in_message(session->conn))
+        session->heard_ms = dkv_clock_ms();
 }
 
 static void on_event(uv_poll_t *poll, int status, int events)
@@ -362,7 +364,7 @@ static void on_event(uv_poll_t *poll, int status, int events)
         return;
     }
     if ((events & UV_WRITABLE) != 0)
-        session->progress_ms = dkv_clock_ms();
+        session->took_ms = dkv_clock_ms();
     /* A hangup shows as readable too; where reading is off, it is the only sign of it. */
     if ((events & UV_DISCONNECT) != 0 && is_full(session)) {
         dkv_session_end(session);
@@ -373,21 +375,31 @@ static void on_event(uv_poll_t *poll, int status, int events)
     dkv_session_flush(session);
 }
 
+/* The peer began something, and what is missing was not left unread by us. */
+static bool owes_bytes(const struct dkv_session *session)
+{
+    const bool begun = session->receiving ||
+                       (dkv_wire_conn_in_message(session->conn) && !session->unread);
+    return !session->greeted || (begun && !is_full(session));
+}
+
 static void on_timer(uv_timer_t *timer)
 {
     struct dkv_session *session = timer->data;
     const struct dkv_config *config = session->all->server->config;
-    const uint64_t waited_ms = dkv_clock_ms() - session->progress_ms;
+    const uint64_t now_ms = dkv_clock_ms();
     struct dkv_error err = {0};
-    if (!session->greeted && waited_ms > config->header_timeout_ms)
+    if (!owes_bytes(session))
+        session->heard_ms = now_ms;
+    if (!dkv_wire_conn_wants_write(session->conn))
+        session->took_ms = now_ms;
+    if (now_ms - session->heard_ms > config->header_timeout_ms && !session->greeted)
         dkv_error_set(&err, DKV_E_TIMEOUT, "no hello came in %llu ms",
                       (unsigned long long)config->header_timeout_ms);
-    else if (session->receiving && waited_ms > config->header_timeout_ms)
+    else if (now_ms - session->heard_ms > config->header_timeout_ms)
         dkv_error_set(&err, DKV_E_TIMEOUT, "the rest of a message did not come");
-    else if (dkv_wire_conn_wants_write(session->conn) && waited_ms > config->request_timeout_ms)
+    else if (now_ms - session->took_ms > config->request_timeout_ms)
         dkv_error_set(&err, DKV_E_TIMEOUT, "answers are not read");
-    else if (session->greeted && !session->receiving && !dkv_wire_conn_wants_write(session->conn))
-        session->progress_ms = dkv_clock_ms(); /* it owes us nothing */
     if (err.status != DKV_OK)
         dkv_session_violation(session, 0, &err);
 }
@@ -438,7 +450,7 @@ enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, bool trusted,
     all->n_sessions++;
     all->server->metrics.connections_total[DKV_TRANSPORT_SOCKET]++;
     session->n_open_handles = 2;
-    session->progress_ms = dkv_clock_ms();
+    session->heard_ms = session->took_ms = dkv_clock_ms();
     uv_poll_init(all->server->loop, &session->poll, fd);
     uv_timer_init(all->server->loop, &session->timer);
     session->poll.data = session;

@@ -89,7 +89,8 @@ struct dkv_session {
     bool receiving; /* a bulk */
     bool unread;    /* conn may hold messages that were not handled yet */
     struct dkv_session_bulk bulk;
-    uint64_t progress_ms; /* when something last moved that the peer owes us */
+    uint64_t heard_ms; /* when more last came of a message that is not complete */
+    uint64_t took_ms;  /* when the peer last took of what is to be sent */
 
     struct dkv_slots regions, caches, stashes;
 

@@ -162,9 +162,13 @@ static void a_message_comes_together_byte_by_byte(void **state)
     for (size_t i = 0; i < n; i++) {
         assert_int_equal(next(p.daemon, &m), DKV_OK);
         assert_int_equal(m.header.type, 0);
+        assert_int_equal(dkv_wire_conn_in_message(p.daemon), i > 0);
         put(&p, bytes + i, 1, 0);
     }
     expect(&p, DKV_WIRE_PING, 42);
+    assert_false(dkv_wire_conn_in_message(p.daemon));
+    assert_int_equal(next(p.daemon, &m), DKV_OK);
+    assert_false(dkv_wire_conn_in_message(p.daemon));
     end(&p);
 }
 

@@ -7,6 +7,7 @@ What is right is what the same daemon answers over HTTP.
 import fcntl
 import os
 import resource
+import select
 import signal
 import socket
 import stat
@@ -669,6 +670,31 @@ class Limits(unittest.TestCase):
                 client.send_raw(wire.header(wire.SCORE_BLOCKS, 2, message, len(tensors())) + tensors()[:100])
                 self.assertEqual(client.receive().error()[0], wire.TIMEOUT)
                 self.assertTrue(client.is_closed())
+
+            ping = wire.header(wire.PING, 2, bytes(8))
+            for n in (1, 23, 24, len(ping) - 1):  # of a header, of a payload
+                with Client(daemon.path) as client:
+                    client.send_raw(wire.header(wire.PING, 1, bytes(8)) + ping[:n])
+                    self.assertEqual(client.receive().kind, wire.PONG)
+                    status, text = client.receive().error()
+                    self.assertEqual((status, "rest of a message" in text), (wire.TIMEOUT, True), text)
+                    self.assertTrue(client.is_closed())
+
+    def test_who_does_not_read_is_closed_whatever_it_sends_meanwhile(self):
+        tokens = 150000  # scores of 600 KB, eight times: more than the connection holds
+        block, params = inline_block(tokens=tokens), wire.integer(wire.WINDOW, 8) + wire.integer(wire.KEEP_TOKENS, 24)
+        data = bytes(QUERY_BYTES + 2 * 32 * tokens)
+        with SocketDaemon("--request-timeout-ms", "1000", "--header-timeout-ms", "60000") as daemon:
+            with Client(daemon.path) as client:
+                client.send(wire.SCORE_BLOCKS, wire.score_blocks([block] * 8, params, flags=1), data)
+                daemon.wait_for_metric('dropkv_requests_total{outcome="ok"}', lambda v: v == 1)
+                client.send_raw(wire.header(wire.SCORE_BLOCKS, 2, wire.score_blocks([block], params), len(data)))
+                started = time.monotonic()
+                with self.assertRaises((BrokenPipeError, ConnectionResetError)):
+                    while time.monotonic() < started + 20:  # a byte at a time of what it promised
+                        client.socket.send(b"x")
+                        select.select([], [], [], 0.02)
+                self.assertLess(time.monotonic() - started, 10)
 
     def test_a_stale_socket_is_replaced_and_a_living_one_is_not(self):
         with SocketDaemon() as daemon:
