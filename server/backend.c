@@ -118,7 +118,7 @@ static void launch(struct dkv_backend *backend, struct dkv_admission_batch *batc
     backend->n_running += run->n_parts;
     backend->n_launched++;
     dkv_worker_launch(device->worker, run);
-    dkv_spin_poke(&backend->spin, DKV_SPIN_BATCH);
+    dkv_spin_poke(&backend->spin, DKV_SPIN_FOR_BATCH, dkv_clock_ns());
 }
 
 static void launch_all(struct dkv_backend *backend)
@@ -227,8 +227,10 @@ static void on_done(void *owner, unsigned index, struct dkv_run *run, uint64_t s
     }
     backend->n_running -= run->n_parts;
     run->batch = NULL;
-    dkv_spin_poke(&backend->spin, backend->n_running > 0 ? DKV_SPIN_BATCH : 1);
-    dkv_admission_complete(backend->queue, batch, now_us());
+    const uint64_t now_ns = dkv_clock_ns();
+    dkv_spin_poke(&backend->spin,
+                  backend->n_running > 0 ? DKV_SPIN_FOR_BATCH : DKV_SPIN_FOR_REQUEST, now_ns);
+    dkv_admission_complete(backend->queue, batch, now_ns / 1000);
     pump(backend);
 }
 
@@ -295,7 +297,8 @@ enum dkv_status dkv_backend_open(const struct dkv_config *config, uv_loop_t *loo
     dkv_list_init(&backend->clients);
     dkv_list_init(&backend->ended);
     uv_timer_init(loop, &backend->timer);
-    dkv_spin_open(&backend->spin, loop, dkv_spin_patience_ns(config));
+    dkv_spin_open(&backend->spin, loop, dkv_spin_patience_ns(config),
+                  dkv_spin_front_learns(config));
     backend->n_open_handles = 2;
     backend->timer.data = backend;
     const struct dkv_worker_calls calls = {

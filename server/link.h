@@ -45,6 +45,7 @@ struct dkv_link_start {
     uint32_t max_items; /* blocks of one batch */
     uint64_t max_batch_bytes;
     uint64_t patience_ns; /* looking for messages before sleeping */
+    bool learns;          /* whether that pays, if no patience says so */
     char device[64];
     char log_level[16];
     char log_format[16];

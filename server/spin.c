@@ -8,6 +8,7 @@
 #include <string.h>
 
 #define GPU_PATIENCE_NS UINT64_C(200000) /* some times the way of a short request */
+#define BATCH_TIMES     5                /* as long for the end of a batch */
 #define CPUS_TO_SPARE   4                /* front, worker, caller, and one for everybody else */
 
 static bool uses_gpu(const struct dkv_config *config)
@@ -19,21 +20,34 @@ static bool uses_gpu(const struct dkv_config *config)
     return false;
 }
 
-uint64_t dkv_spin_patience_ns(const struct dkv_config *config)
+static bool has_cpus(unsigned n)
 {
     cpu_set_t mine;
-    if (config->busy_poll_us != 0)
-        return config->busy_poll_us * 1000;
-    if (!uses_gpu(config) || sched_getaffinity(0, sizeof(mine), &mine) != 0 ||
-        CPU_COUNT(&mine) < CPUS_TO_SPARE ||
-        dkv_cpu_limit("/proc/self/cgroup", "/sys/fs/cgroup") < CPUS_TO_SPARE * UINT64_C(1000))
-        return 0;
-    return GPU_PATIENCE_NS;
+    return sched_getaffinity(0, sizeof(mine), &mine) == 0 && CPU_COUNT(&mine) >= (int)n &&
+           dkv_cpu_limit("/proc/self/cgroup", "/sys/fs/cgroup") >= n * UINT64_C(1000);
 }
 
-void dkv_spin_open(struct dkv_spin *spin, uv_loop_t *loop, uint64_t patience_ns)
+uint64_t dkv_spin_patience_ns(const struct dkv_config *config)
 {
-    *spin = (struct dkv_spin){.patience_ns = patience_ns};
+    if (config->busy_poll_us != 0)
+        return config->busy_poll_us * 1000;
+    return uses_gpu(config) && has_cpus(CPUS_TO_SPARE) ? GPU_PATIENCE_NS : 0;
+}
+
+bool dkv_spin_front_learns(const struct dkv_config *config)
+{
+    return dkv_spin_patience_ns(config) == 0 && has_cpus(2);
+}
+
+bool dkv_spin_worker_learns(const struct dkv_config *config)
+{
+    return dkv_spin_patience_ns(config) == 0 && has_cpus(3);
+}
+
+void dkv_spin_open(struct dkv_spin *spin, uv_loop_t *loop, uint64_t patience_ns, bool learns)
+{
+    *spin = (struct dkv_spin){.patience_ns = patience_ns, .learns = learns};
+    spin->looks[0] = spin->looks[1] = DKV_LOOK_INIT;
     uv_idle_init(loop, &spin->idle);
 }
 
@@ -49,10 +63,17 @@ static void on_idle(uv_idle_t *idle)
         uv_idle_stop(idle);
 }
 
-void dkv_spin_poke(struct dkv_spin *spin, unsigned times)
+void dkv_spin_poke(struct dkv_spin *spin, enum dkv_spin_for what, uint64_t now_ns)
 {
-    if (spin->patience_ns == 0)
-        return;
-    spin->until_ns = dkv_clock_ns() + spin->patience_ns * times;
-    uv_idle_start(&spin->idle, on_idle);
+    uint64_t patience_ns = what == DKV_SPIN_FOR_BATCH ? BATCH_TIMES * spin->patience_ns
+                                                      : spin->patience_ns;
+    if (spin->learns) {
+        dkv_look_learn(&spin->looks[spin->what], now_ns - spin->since_ns);
+        patience_ns = spin->looks[what].looks ? DKV_LOOK_NS : 0;
+    }
+    spin->what = what;
+    spin->since_ns = now_ns;
+    spin->until_ns = now_ns + patience_ns;
+    if (patience_ns > 0)
+        uv_idle_start(&spin->idle, on_idle);
 }

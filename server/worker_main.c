@@ -18,6 +18,7 @@
 
 #include "server/clock.h"
 #include "server/log.h"
+#include "server/look.h"
 #include "server/worker_memory.h"
 
 #include <assert.h>
@@ -51,6 +52,8 @@ struct worker {
     struct batch batches[DKV_ADMISSION_FLIGHT_MAX]; /* a ring */
     unsigned oldest;
     unsigned n_in_flight;
+    struct dkv_look look;
+    uint64_t idle_since_ns; /* 0: a batch is in flight, or there was none yet */
     uint64_t look_until_ns; /* a message is likely to come before */
     const char *die_at;     /* or NULL */
     unsigned die_in;        /* times to pass there */
@@ -163,6 +166,22 @@ static void report(const struct worker *worker, const struct batch *batch)
     }
 }
 
+/* Nothing to do: shall we look for the next message, or sleep? */
+static void begin_idle(struct worker *worker)
+{
+    const uint64_t look_ns = worker->start.learns && worker->look.looks ? DKV_LOOK_NS
+                                                                        : worker->start.patience_ns;
+    worker->idle_since_ns = dkv_clock_ns();
+    worker->look_until_ns = worker->idle_since_ns + look_ns;
+}
+
+static void end_idle(struct worker *worker, uint64_t now_ns)
+{
+    if (worker->idle_since_ns != 0 && worker->start.learns)
+        dkv_look_learn(&worker->look, now_ns - worker->idle_since_ns);
+    worker->idle_since_ns = 0;
+}
+
 static void finish_oldest(struct worker *worker)
 {
     struct batch *batch = &worker->batches[worker->oldest];
@@ -185,7 +204,8 @@ static void finish_oldest(struct worker *worker)
     };
     hook(worker, "before_done");
     say(&done);
-    worker->look_until_ns = dkv_clock_ns() + worker->start.patience_ns;
+    if (worker->n_in_flight == 0)
+        begin_idle(worker);
     hook(worker, "after_done");
 }
 
@@ -209,6 +229,7 @@ static void run(struct worker *worker, const struct dkv_link_run *message)
     batch->jobs = (const uint64_t *)(const void *)(worker->memory.arena + message->jobs);
     batch->n_items = 0;
     batch->started_ns = dkv_clock_ns();
+    end_idle(worker, batch->started_ns);
     for (uint32_t j = 0; j < batch->n_jobs; j++)
         add_items(worker, batch, job_at(worker, batch, j));
     hook(worker, "before_submit");
@@ -321,7 +342,7 @@ static void serve(struct worker *worker)
                 continue;
             }
             while (dkv_clock_ns() < worker->look_until_ns && !message_within(0))
-                ;                       /* sooner than by sleeping (server/spin.h) */
+                ;                       /* sooner than by sleeping (server/look.h) */
             more = take(worker, &open); /* which waits */
         } else if (worker->n_in_flight < room && !overdue &&
                    message_within(more ? MORE_WAIT_US : 0)) {
@@ -372,6 +393,7 @@ static enum dkv_status begin(struct worker *worker, struct dkv_error *err)
         msg.type != DKV_LINK_START || fd < 0)
         return dkv_error_set(err, DKV_E_INTERNAL, "worker: started by something else");
     worker->start = msg.start;
+    worker->look = DKV_LOOK_INIT;
     /* Where the log cannot be had, standard error serves; the front has said so. */
     (void)dkv_log_open(dkv_log_format_of(worker->start.log_format),
                        dkv_log_level_of(worker->start.log_level), worker->start.log_file, NULL);

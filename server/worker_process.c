@@ -117,6 +117,7 @@ static void fill_start(const struct dkv_worker *worker, struct dkv_link_msg *msg
                                                               : DKV_BLOCKS_MAX,
         .max_batch_bytes = config->max_batch_bytes,
         .patience_ns = dkv_spin_patience_ns(config),
+        .learns = dkv_spin_worker_learns(config),
         .test_hooks = config->test_hooks && !worker->fallback,
     };
     snprintf(msg->start.log_format, sizeof(msg->start.log_format), "%s", config->log_format);

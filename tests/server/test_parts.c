@@ -136,15 +136,15 @@ static void the_loop_looks_for_a_while_and_then_sleeps(void **unused)
     bool closed = false;
     (void)unused;
     uv_loop_init(&loop);
-    dkv_spin_open(&spin, &loop, 2000000);
+    dkv_spin_open(&spin, &loop, 2000000, false);
     assert_false(uv_is_active((uv_handle_t *)&spin.idle));
     const uint64_t began_ns = dkv_clock_ns();
-    dkv_spin_poke(&spin, 3);
+    dkv_spin_poke(&spin, DKV_SPIN_FOR_BATCH, began_ns);
     assert_int_equal(uv_backend_timeout(&loop), 0); /* it does not wait for events */
     while (uv_is_active((uv_handle_t *)&spin.idle))
         uv_run(&loop, UV_RUN_NOWAIT);
-    assert_true(dkv_clock_ns() - began_ns >= 6000000);
-    dkv_spin_poke(&spin, 1); /* and again */
+    assert_true(dkv_clock_ns() - began_ns >= 10000000);
+    dkv_spin_poke(&spin, DKV_SPIN_FOR_REQUEST, dkv_clock_ns()); /* and again */
     assert_true(uv_is_active((uv_handle_t *)&spin.idle));
     spin.idle.data = &closed;
     dkv_spin_close(&spin, note_closed);
@@ -153,8 +153,8 @@ static void the_loop_looks_for_a_while_and_then_sleeps(void **unused)
     assert_int_equal(uv_loop_close(&loop), 0);
 
     uv_loop_init(&loop);
-    dkv_spin_open(&spin, &loop, 0); /* never */
-    dkv_spin_poke(&spin, 5);
+    dkv_spin_open(&spin, &loop, 0, false); /* never */
+    dkv_spin_poke(&spin, DKV_SPIN_FOR_BATCH, dkv_clock_ns());
     assert_false(uv_is_active((uv_handle_t *)&spin.idle));
     spin.idle.data = &closed;
     dkv_spin_close(&spin, note_closed);
@@ -173,6 +173,8 @@ static void how_long_it_looks_is_the_configurations(void **unused)
         dkv_config_set(&state, dkv_config_find("busy_poll_us"), "70", DKV_SOURCE_ARG, "", &err),
         DKV_OK);
     assert_int_equal(dkv_spin_patience_ns(&state.config), 70000);
+    assert_false(dkv_spin_front_learns(&state.config));
+    assert_false(dkv_spin_worker_learns(&state.config));
     dkv_config_fini(&state);
 }
 

@@ -1,0 +1,116 @@
+/* Looking instead of sleeping: tried where waits are short, kept where it is sooner. */
+#include "server/look.h"
+#include "server/spin.h"
+
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#define US UINT64_C(1000)
+
+/* Waits take `asleep_us`, or `looking_us` where they are looked through. How many were. */
+static unsigned run(struct dkv_look *look, unsigned n, uint64_t asleep_us, uint64_t looking_us)
+{
+    unsigned n_looked = 0;
+    for (unsigned i = 0; i < n; i++) {
+        n_looked += look->looks;
+        dkv_look_learn(look, (look->looks ? looking_us : asleep_us) * US);
+    }
+    return n_looked;
+}
+
+static void looking_that_is_sooner_is_kept(void **unused)
+{
+    struct dkv_look look = DKV_LOOK_INIT;
+    (void)unused;
+    assert_false(look.looks); /* nothing is known yet */
+    assert_int_equal(run(&look, DKV_LOOK_TRIAL, 40, 20), 0);
+    assert_true(look.looks);
+    assert_true(run(&look, 10000, 40, 20) > 9500);
+}
+
+static void looking_that_is_not_is_tried_ever_more_seldom(void **unused)
+{
+    struct dkv_look look = DKV_LOOK_INIT;
+    unsigned n_before = UINT32_MAX;
+    (void)unused;
+    for (int i = 0; i < 4; i++) {
+        const unsigned n_looked = run(&look, 2048, 40, 120);
+        assert_true(n_looked <= n_before);
+        n_before = n_looked;
+    }
+    assert_true(n_before <= DKV_LOOK_TRIAL);
+    assert_true(run(&look, 100000, 40, 38) < 500); /* a gain too small to count */
+}
+
+static void long_waits_are_slept_through(void **unused)
+{
+    struct dkv_look look = DKV_LOOK_INIT;
+    (void)unused;
+    assert_int_equal(run(&look, 10000, 110, 10), 0);
+    assert_int_equal(run(&look, 10000, 5000000, 10), 0);
+}
+
+static void what_becomes_worse_is_given_up_and_taken_up_again(void **unused)
+{
+    struct dkv_look look = DKV_LOOK_INIT;
+    (void)unused;
+    run(&look, 1000, 40, 20);
+    assert_true(look.looks);
+    run(&look, 2 * DKV_LOOK_TRIAL, 40, 90); /* somebody else needs the processor now */
+    assert_false(look.looks);
+    assert_true(run(&look, 2000, 40, 20) > 1500);
+}
+
+/* A wait that was interrupted says little. */
+static void one_wait_of_a_second_decides_nothing(void **unused)
+{
+    struct dkv_look look = DKV_LOOK_INIT;
+    (void)unused;
+    for (int i = 0; i < 10; i++) {
+        run(&look, DKV_LOOK_TRIAL - 1, 40, 20);
+        dkv_look_learn(&look, 1000000 * US);
+    }
+    assert_true(look.looks);
+}
+
+/* ---- by the loop ---- */
+
+static void the_loop_learns_for_requests_and_batches_apart(void **unused)
+{
+    uv_loop_t loop;
+    struct dkv_spin spin;
+    uint64_t now_ns = 1000;
+    (void)unused;
+    uv_loop_init(&loop);
+    dkv_spin_open(&spin, &loop, 0, true);
+    for (unsigned i = 0; i < 4 * DKV_LOOK_TRIAL; i++) {
+        const bool looked = uv_is_active((uv_handle_t *)&spin.idle) != 0;
+        dkv_spin_poke(&spin, DKV_SPIN_FOR_BATCH, now_ns += looked ? 20 * US : 40 * US);
+        assert_false(spin.looks[DKV_SPIN_FOR_BATCH].looks); /* which takes long */
+        dkv_spin_poke(&spin, DKV_SPIN_FOR_REQUEST, now_ns += 500 * US);
+    }
+    assert_true(spin.looks[DKV_SPIN_FOR_REQUEST].looks);
+    assert_int_equal(uv_backend_timeout(&loop), 0); /* it does not wait for events */
+    while (uv_is_active((uv_handle_t *)&spin.idle)) /* for ever: it began long ago */
+        uv_run(&loop, UV_RUN_NOWAIT);
+    dkv_spin_close(&spin, NULL);
+    uv_run(&loop, UV_RUN_DEFAULT);
+    assert_int_equal(uv_loop_close(&loop), 0);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(looking_that_is_sooner_is_kept),
+        cmocka_unit_test(looking_that_is_not_is_tried_ever_more_seldom),
+        cmocka_unit_test(long_waits_are_slept_through),
+        cmocka_unit_test(what_becomes_worse_is_given_up_and_taken_up_again),
+        cmocka_unit_test(one_wait_of_a_second_decides_nothing),
+        cmocka_unit_test(the_loop_learns_for_requests_and_batches_apart),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
