@@ -236,16 +236,20 @@ enum dropkv_status dropkv_stash_add(struct dropkv_client *client,
     return (enum dropkv_status)status;
 }
 
-void dropkv_cache_remove(struct dropkv_client *client, struct dropkv_cache *cache)
+enum dropkv_status dropkv_cache_remove(struct dropkv_client *client, struct dropkv_cache *cache)
 {
-    if (cache != NULL)
-        client->ops->objects->remove_cache(client->transport, cache);
+    const struct dkv_transport_objects *objects = client->ops->objects;
+    if (cache == NULL || (objects != NULL && objects->remove_cache(client->transport, cache)))
+        return DROPKV_OK;
+    return DROPKV_E_INVALID;
 }
 
-void dropkv_stash_remove(struct dropkv_client *client, struct dropkv_stash *stash)
+enum dropkv_status dropkv_stash_remove(struct dropkv_client *client, struct dropkv_stash *stash)
 {
-    if (stash != NULL)
-        client->ops->objects->remove_stash(client->transport, stash);
+    const struct dkv_transport_objects *objects = client->ops->objects;
+    if (stash == NULL || (objects != NULL && objects->remove_stash(client->transport, stash)))
+        return DROPKV_OK;
+    return DROPKV_E_INVALID;
 }
 
 /* ---- the server ---- */

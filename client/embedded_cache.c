@@ -69,22 +69,28 @@ static enum dkv_status add_stash(struct dkv_transport *t, const struct dropkv_st
     return DKV_OK;
 }
 
-static void remove_cache(struct dkv_transport *t, struct dropkv_cache *public)
+static bool remove_cache(struct dkv_transport *t, struct dropkv_cache *public)
 {
     struct dkv_embedded_cache *cache = (void *)public, **at = &t->caches;
-    while (*at != cache)
+    while (*at != cache && *at != NULL)
         at = &(*at)->next;
+    if (*at == NULL)
+        return false;
     *at = cache->next;
     free_cache(cache);
+    return true;
 }
 
-static void remove_stash(struct dkv_transport *t, struct dropkv_stash *public)
+static bool remove_stash(struct dkv_transport *t, struct dropkv_stash *public)
 {
     struct dkv_embedded_stash *stash = (void *)public, **at = &t->stashes;
-    while (*at != stash)
+    while (*at != stash && *at != NULL)
         at = &(*at)->next;
+    if (*at == NULL)
+        return false;
     *at = stash->next;
     free(stash);
+    return true;
 }
 
 /* Work that is under way may read it; what waits is the caller's to cancel. */

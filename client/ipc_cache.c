@@ -159,20 +159,26 @@ static void forget_names(struct dkv_transport *t, const void *object)
     }
 }
 
-static void remove_cache(struct dkv_transport *t, struct dropkv_cache *cache)
+static bool remove_cache(struct dkv_transport *t, struct dropkv_cache *cache)
 {
+    if (!dkv_ipc_object_has(t, DKV_IPC_CACHE, cache))
+        return false;
     dkv_ipc_object_drop(t, DKV_WIRE_CACHE_DROP, &cache->object);
     dkv_ipc_object_unlink(t, DKV_IPC_CACHE, &cache->object);
     forget_names(t, cache);
     dkv_ipc_cache_free(cache);
+    return true;
 }
 
-static void remove_stash(struct dkv_transport *t, struct dropkv_stash *stash)
+static bool remove_stash(struct dkv_transport *t, struct dropkv_stash *stash)
 {
+    if (!dkv_ipc_object_has(t, DKV_IPC_STASH, stash))
+        return false;
     dkv_ipc_object_drop(t, DKV_WIRE_STASH_DROP, &stash->object);
     dkv_ipc_object_unlink(t, DKV_IPC_STASH, &stash->object);
     forget_names(t, stash);
     free(stash);
+    return true;
 }
 
 const struct dkv_transport_objects dkv_ipc_objects = {

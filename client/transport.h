@@ -88,8 +88,9 @@ struct dkv_transport_objects {
     enum dkv_status (*add_stash)(struct dkv_transport *transport,
                                  const struct dropkv_stash_layout *layout,
                                  struct dropkv_stash **stash_out, struct dkv_error *err);
-    void (*remove_cache)(struct dkv_transport *transport, struct dropkv_cache *cache);
-    void (*remove_stash)(struct dkv_transport *transport, struct dropkv_stash *stash);
+    /* False: it is another's. */
+    bool (*remove_cache)(struct dkv_transport *transport, struct dropkv_cache *cache);
+    bool (*remove_stash)(struct dkv_transport *transport, struct dropkv_stash *stash);
     enum dkv_status (*detach)(struct dkv_transport *transport, const struct dropkv_buffer *buffer,
                               int64_t deadline_ns, struct dkv_error *err);
     enum dkv_status (*attach)(struct dkv_transport *transport, const struct dropkv_buffer *buffer,

@@ -103,9 +103,11 @@ DROPKV_API enum dropkv_status dropkv_stash_add(struct dropkv_client *client,
                                                struct dropkv_error *error);
 
 /* Prompts that the daemon has are still answered; others that name it end with NOT_FOUND. NULL is
- * fine. */
-DROPKV_API void dropkv_cache_remove(struct dropkv_client *client, struct dropkv_cache *cache);
-DROPKV_API void dropkv_stash_remove(struct dropkv_client *client, struct dropkv_stash *stash);
+ * fine. INVALID: it is another client's, and stays. */
+DROPKV_API enum dropkv_status dropkv_cache_remove(struct dropkv_client *client,
+                                                  struct dropkv_cache *cache);
+DROPKV_API enum dropkv_status dropkv_stash_remove(struct dropkv_client *client,
+                                                  struct dropkv_stash *stash);
 
 /* A request for layers of a registered cache. */
 struct dropkv_prompt {

@@ -157,9 +157,28 @@ static void what_is_wrong_is_told_by_name(void **unused)
     far.value = far.key;
     assert_int_equal(dropkv_cache_add(world.client, &layout, &prompt.cache, &error), DROPKV_OK);
     assert_refused(&world, &prompt, DROPKV_E_INVALID, "key");
-    dropkv_cache_remove(world.client, prompt.cache);
-    dropkv_cache_remove(world.client, NULL);
+    assert_int_equal(dropkv_cache_remove(world.client, prompt.cache), DROPKV_OK);
+    assert_int_equal(dropkv_cache_remove(world.client, NULL), DROPKV_OK);
     assert_int_equal(dropkv_cache_add(http, &layout, &cache, &error), DROPKV_E_UNSUPPORTED);
+    dropkv_client_close(http);
+    close_world(&other);
+    close_world(&world);
+}
+
+static void what_is_anothers_is_not_removed(void **unused)
+{
+    struct world world = open_world();
+    struct world other = open_world();
+    struct dropkv_client *http = dkv_test_open("http://127.0.0.1:1");
+    (void)unused;
+    assert_int_equal(dropkv_cache_remove(world.client, other.cache), DROPKV_E_INVALID);
+    assert_int_equal(dropkv_stash_remove(world.client, other.stash), DROPKV_E_INVALID);
+    assert_int_equal(dropkv_cache_remove(http, other.cache), DROPKV_E_INVALID);
+    assert_int_equal(dropkv_stash_remove(http, other.stash), DROPKV_E_INVALID);
+    const struct dropkv_prompt prompt = make_prompt(&other);
+    struct dropkv_result *result = ask(&other, &prompt);
+    assert_layers(result, 0, LAYERS, NULL);
+    dropkv_result_free(result);
     dropkv_client_close(http);
     close_world(&other);
     close_world(&world);
@@ -221,6 +240,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(a_detached_buffer_is_let_go_of_and_comes_back),
         cmocka_unit_test(a_new_daemon_is_told_of_everything),
         cmocka_unit_test(what_is_wrong_is_told_by_name),
+        cmocka_unit_test(what_is_anothers_is_not_removed),
         cmocka_unit_test(what_is_removed_while_it_is_used_is_still_answered),
         cmocka_unit_test(what_is_removed_before_it_is_registered_leaves_nothing),
     };

@@ -299,8 +299,10 @@ static void a_cache_may_go_while_its_prompts_wait(void **state)
     struct dropkv_result *wanted, *result;
     assert_int_equal(dropkv_score_prompt(pair.clients[0], &prompts[0], &wanted, NULL), DROPKV_OK);
     assert_int_equal(dropkv_submit_prompt(pair.clients[1], &prompts[1], NULL, NULL), DROPKV_OK);
-    dropkv_cache_remove(pair.clients[1], pair.caches[1]);
-    dropkv_stash_remove(pair.clients[1], pair.stashes[1]);
+    assert_int_equal(dropkv_cache_remove(pair.clients[1], pair.caches[0]), DROPKV_E_INVALID);
+    assert_int_equal(dropkv_stash_remove(pair.clients[1], pair.stashes[0]), DROPKV_E_INVALID);
+    assert_int_equal(dropkv_cache_remove(pair.clients[1], pair.caches[1]), DROPKV_OK);
+    assert_int_equal(dropkv_stash_remove(pair.clients[1], pair.stashes[1]), DROPKV_OK);
     pair.caches[1] = NULL;
     assert_int_equal(dropkv_client_detach_buffer(pair.clients[1], pair.buffer, 0, NULL), DROPKV_OK);
     assert_int_equal(dropkv_client_attach_buffer(pair.clients[1], pair.buffer, NULL), DROPKV_OK);
