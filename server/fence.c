@@ -2,6 +2,9 @@
  * so that those who wait for long cost no more when others come: 50 us for the first millisecond,
  * then a twentieth of the time waited, up to 1 ms.
  *
+ * However many wait, the loop has others to serve: one turn looks at CROWD of them at most, the
+ * next ones come a while later, and so each of a great many is looked at more rarely.
+ *
  * The slot is read by pread(), since the front maps no memory of clients. The kernel may copy the
  * eight bytes in pieces, so a value counts when it was seen twice: the second read is not torn by
  * the store that tore the first.
@@ -19,12 +22,15 @@
 #define PAUSE_MIN_NS 50000u
 #define PAUSE_MAX_NS 1000000u
 #define PAUSE_SHARE  20u
+#define CROWD        256u    /* fences of one turn: some 0.1 ms of system calls */
+#define CROWD_NS     256000u /* until the next turn, where there are more */
 
 struct dkv_fences {
     uv_poll_t poll;
     int timer_fd;
     struct dkv_list waiting;
     uint64_t due_ns; /* the timer's; 0: it is off */
+    bool crowded;    /* more waited in the last turn than it had looks */
 };
 
 /* Off with a pause of 0. */
@@ -77,17 +83,18 @@ static void look(struct dkv_fence *fence, uint64_t now_ns)
 }
 
 /* ready() may end other requests and with them their fences, so the walk takes them from a list of
- * its own. */
+ * its own. They come behind the others then, whose turn is the next. */
 uint64_t dkv_fences_look(struct dkv_fences *fences, uint64_t now_ns)
 {
     struct dkv_list turn;
     struct dkv_list *node;
     uint64_t next_ns = UINT64_MAX;
     dkv_list_init(&turn);
-    while ((node = dkv_list_first(&fences->waiting)) != NULL) {
+    for (unsigned n = 0; n < CROWD && (node = dkv_list_first(&fences->waiting)) != NULL; n++) {
         dkv_list_remove(node);
         dkv_list_push_back(&turn, node);
     }
+    fences->crowded = !dkv_list_empty(&fences->waiting);
     while ((node = dkv_list_first(&turn)) != NULL) {
         struct dkv_fence *fence = DKV_LIST_OF(node, struct dkv_fence, node);
         dkv_list_remove(node);
@@ -95,6 +102,8 @@ uint64_t dkv_fences_look(struct dkv_fences *fences, uint64_t now_ns)
         if (fence->next_ns <= now_ns)
             look(fence, now_ns);
     }
+    if (fences->crowded)
+        return CROWD_NS;
     DKV_LIST_EACH (at, &fences->waiting) {
         const struct dkv_fence *fence = DKV_LIST_OF(at, struct dkv_fence, node);
         next_ns = fence->next_ns < next_ns ? fence->next_ns : next_ns;
@@ -154,7 +163,7 @@ void dkv_fence_wait(struct dkv_fences *fences, struct dkv_fence *fence)
     dkv_list_push_back(&fences->waiting, &fence->node);
     fence->since_ns = now_ns;
     fence->next_ns = now_ns + PAUSE_MIN_NS;
-    if (fences->due_ns == 0 || fences->due_ns > fence->next_ns)
+    if (fences->due_ns == 0 || (fences->due_ns > fence->next_ns && !fences->crowded))
         set_timer(fences, now_ns, PAUSE_MIN_NS);
 }
 

@@ -2,11 +2,13 @@
  * memory holds a value, or its deadline passes.
  *
  * The slot is polled on the CPU; a device that waits for it could be made to wait for ever. Polling
- * begins at 50 us and slows down to 1 ms for those who take long, each at its own pace. Nothing
- * runs while nobody waits.
+ * begins at 50 us and slows down to 1 ms for those who take long, each at its own pace, and further
+ * for all where more than 256 wait: a microsecond for each of them. Nothing runs while nobody
+ * waits.
  *
  * Owner   open/close of the set; a fence is embedded in its request, and in the set from wait()
- * until its `ready` was called or drop(). Thread  loop.
+ *         until its `ready` was called or drop().
+ * Thread  loop.
  */
 #ifndef DKV_SERVER_FENCE_H
 #define DKV_SERVER_FENCE_H

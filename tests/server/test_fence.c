@@ -127,9 +127,41 @@ static void a_deadline_is_told(void **state)
     assert_int_equal(world.status, DKV_E_TIMEOUT);
 }
 
+/* No turn takes long, and nobody is forgotten. */
+static void a_crowd_is_looked_at_in_turns(void **state)
+{
+    enum { N = 1000, TURN = 256 };
+    static struct dkv_fence fences[N];
+    uint64_t seen_ns[N];
+    (void)state;
+    for (int i = 0; i < N; i++)
+        wait_for(&fences[i], 24, 1000 * MS);
+    const uint64_t start_ns = fences[N - 1].next_ns;
+    uint64_t at_ns = start_ns;
+    for (int turn = 0; turn < 8; turn++) {
+        unsigned n_looked = 0;
+        for (int i = 0; i < N; i++)
+            seen_ns[i] = fences[i].next_ns;
+        const uint64_t pause_ns = dkv_fences_look(world.fences, at_ns);
+        assert_in_range(pause_ns, 200 * US, 300 * US);
+        for (int i = 0; i < N; i++)
+            n_looked += fences[i].next_ns != seen_ns[i];
+        assert_in_range(n_looked, turn < 3 ? TURN : 1, TURN);
+        at_ns += pause_ns;
+    }
+    for (int i = 0; i < N; i++)
+        assert_true(fences[i].next_ns > start_ns); /* looked at since */
+    write_slot(24, 5);
+    while (dkv_fences_look(world.fences, at_ns) > 0)
+        at_ns += 256 * US;
+    assert_int_equal(world.n_ready, N);
+    assert_true(at_ns < start_ns + 8 * MS);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test_setup_teardown(a_crowd_is_looked_at_in_turns, open_world, close_world),
         cmocka_unit_test_setup_teardown(
             who_waits_for_long_is_not_looked_at_more_often_when_others_come, open_world,
             close_world),
