@@ -14,13 +14,23 @@
 
 /* ---- messages ---- */
 
+/* What is sent for every batch leaves out what is large. */
+static size_t bytes_of(const struct dkv_link_msg *msg)
+{
+    switch (msg->type) {
+    case DKV_LINK_RUN: return offsetof(struct dkv_link_msg, run) + sizeof(msg->run);
+    case DKV_LINK_DONE: return offsetof(struct dkv_link_msg, done) + sizeof(msg->done);
+    default: return sizeof(*msg);
+    }
+}
+
 bool dkv_link_send(int socket, const struct dkv_link_msg *msg, int fd)
 {
     union {
         char bytes[CMSG_SPACE(sizeof(int))];
         struct cmsghdr aligned;
     } control;
-    struct iovec part = {(void *)(uintptr_t)msg, sizeof(*msg)};
+    struct iovec part = {(void *)(uintptr_t)msg, bytes_of(msg)};
     struct msghdr head = {.msg_iov = &part, .msg_iovlen = 1};
     if (fd >= 0) {
         memset(&control, 0, sizeof(control));
@@ -36,10 +46,10 @@ bool dkv_link_send(int socket, const struct dkv_link_msg *msg, int fd)
     do
         n = sendmsg(socket, &head, MSG_NOSIGNAL);
     while (n < 0 && errno == EINTR);
-    return n == (ssize_t)sizeof(*msg);
+    return n == (ssize_t)part.iov_len;
 }
 
-int dkv_link_receive(int socket, struct dkv_link_msg *msg_out, int *fd_out)
+int dkv_link_receive(int socket, bool wait, struct dkv_link_msg *msg_out, int *fd_out)
 {
     union {
         char bytes[CMSG_SPACE(sizeof(int))];
@@ -53,14 +63,14 @@ int dkv_link_receive(int socket, struct dkv_link_msg *msg_out, int *fd_out)
     ssize_t n;
     *fd_out = -1;
     do
-        n = recvmsg(socket, &head, MSG_CMSG_CLOEXEC);
+        n = recvmsg(socket, &head, MSG_CMSG_CLOEXEC | (wait ? 0 : MSG_DONTWAIT));
     while (n < 0 && errno == EINTR);
     if (n < 0)
         return errno == ECONNRESET ? 0 : -1;
     const struct cmsghdr *header = CMSG_FIRSTHDR(&head);
     if (header != NULL && header->cmsg_type == SCM_RIGHTS)
         memcpy(fd_out, CMSG_DATA(header), sizeof(*fd_out));
-    if (n == (ssize_t)sizeof(*msg_out))
+    if (n >= (ssize_t)sizeof(msg_out->type) && n == (ssize_t)bytes_of(msg_out))
         return 1;
     if (*fd_out >= 0)
         close(*fd_out);

@@ -1,6 +1,6 @@
 /* What the front and a worker say to each other.
  *
- * A SOCK_SEQPACKET pair carries messages of one fixed size, some with a file descriptor. What is
+ * A SOCK_SEQPACKET pair carries messages of a fixed size each, some with a file descriptor. What is
  * large lies in the arena: the descriptor of a job, which names every byte its work reads and
  * writes by (memory, offset), since each side has mapped everything at addresses of its own.
  *
@@ -98,24 +98,24 @@ struct dkv_link_msg {
     uint32_t type;
     uint32_t number;        /* of a loan: ATTACH, DETACH and their answers */
     enum dkv_status status; /* FAILED, ATTACHED */
-    struct dkv_error error;
     union {
-        struct dkv_link_start start;
-        struct dkv_link_loan loan;
-        struct dkv_link_chunk chunk;
         struct dkv_link_run run;
         struct dkv_link_done done;
+        struct dkv_link_chunk chunk;
+        struct dkv_link_loan loan;
+        struct dkv_link_start start;
         struct dkv_engine_info up;
     };
+    struct dkv_error error;
 };
 
 /* Sends one message, with `fd` if it is not negative. False if the peer is gone or, on a socket
  * that does not block, if there is no room now (errno EAGAIN). */
 bool dkv_link_send(int socket, const struct dkv_link_msg *msg, int fd);
 
-/* Receives one. 1, or 0 at the end of the link, or -1 with errno (EAGAIN: nothing now). *fd_out is
- * -1 or the caller's to close. */
-int dkv_link_receive(int socket, struct dkv_link_msg *msg_out, int *fd_out);
+/* Receives one; `wait`: also on a socket that blocks, only one that is there. 1, or 0 at the end of
+ * the link, or -1 with errno (EAGAIN: nothing now). *fd_out is -1 or the caller's to close. */
+int dkv_link_receive(int socket, bool wait, struct dkv_link_msg *msg_out, int *fd_out);
 
 /* ---- descriptors ---- */
 

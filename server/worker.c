@@ -128,7 +128,7 @@ void dkv_worker_on_link(uv_poll_t *poll, int status, int events)
     while (worker->link == link) {
         struct dkv_link_msg msg;
         int fd;
-        const int got = dkv_link_receive(link->fd, &msg, &fd);
+        const int got = dkv_link_receive(link->fd, false, &msg, &fd);
         if (got < 0)
             return; /* nothing now */
         if (got == 0) {
@@ -182,7 +182,7 @@ static enum dkv_status wait_until_up(struct dkv_worker *worker, struct dkv_error
         n = poll(&ready, 1, DKV_WORKER_START_MS);
     while (n < 0 && errno == EINTR);
     if (n > 0)
-        got = dkv_link_receive(worker->link->fd, &msg, &fd);
+        got = dkv_link_receive(worker->link->fd, false, &msg, &fd);
     if (got > 0 && msg.type == DKV_LINK_UP) {
         on_up(worker, &msg.up);
         return DKV_OK;

@@ -305,25 +305,40 @@ static bool message_within(long wait_us)
     return n > 0;
 }
 
-/* Takes one message; true if a next batch is said to follow. False from open_ if the link ended. */
-static bool take(struct worker *worker, bool *open)
+/* Takes one message, if there is one or after waiting for it. False: none. *more_out: a next batch
+ * is said to follow. *open becomes false if the link ended. */
+static bool take(struct worker *worker, bool wait, bool *more_out, bool *open)
 {
     struct dkv_link_msg msg;
     int fd;
-    const int got = dkv_link_receive(DKV_LINK_FD, &msg, &fd);
+    const int got = dkv_link_receive(DKV_LINK_FD, wait, &msg, &fd);
+    *more_out = false;
     if (got <= 0) {
         *open = got < 0 && errno == EAGAIN;
         return false;
     }
     switch (msg.type) {
     case DKV_LINK_ATTACH:
-    case DKV_LINK_CHUNK: attach(worker, &msg, fd); return false;
-    case DKV_LINK_DETACH: detach(worker, &msg); return false;
-    case DKV_LINK_PING: say(&(struct dkv_link_msg){.type = DKV_LINK_PONG}); return false;
-    case DKV_LINK_RUN: run(worker, &msg.run); return msg.run.more;
+    case DKV_LINK_CHUNK: attach(worker, &msg, fd); break;
+    case DKV_LINK_DETACH: detach(worker, &msg); break;
+    case DKV_LINK_PING: say(&(struct dkv_link_msg){.type = DKV_LINK_PONG}); break;
+    case DKV_LINK_RUN:
+        run(worker, &msg.run);
+        *more_out = msg.run.more;
+        break;
     default: quit("a message that is none", EX_SOFTWARE);
     }
-    return false;
+    return true;
+}
+
+/* Nothing is in flight: looks for a message as long as that is worth it, then waits for one. */
+static void take_next(struct worker *worker, bool *more_out, bool *open)
+{
+    bool took = false;
+    while (!took && *open && dkv_clock_ns() < worker->look_until_ns)
+        took = take(worker, false, more_out, open);
+    if (!took && *open)
+        (void)take(worker, true, more_out, open);
 }
 
 /* GPU memory that clients have given up is unmapped between batches, when none is in flight and no
@@ -341,12 +356,10 @@ static void serve(struct worker *worker)
                 release_one(worker);
                 continue;
             }
-            while (dkv_clock_ns() < worker->look_until_ns && !message_within(0))
-                ;                       /* sooner than by sleeping (server/look.h) */
-            more = take(worker, &open); /* which waits */
+            take_next(worker, &more, &open);
         } else if (worker->n_in_flight < room && !overdue &&
                    message_within(more ? MORE_WAIT_US : 0)) {
-            more = take(worker, &open);
+            (void)take(worker, true, &more, &open);
         } else {
             finish_oldest(worker);
         }
@@ -389,7 +402,7 @@ static enum dkv_status begin(struct worker *worker, struct dkv_error *err)
 {
     struct dkv_link_msg msg;
     int fd;
-    if (!message_within(-1) || dkv_link_receive(DKV_LINK_FD, &msg, &fd) <= 0 ||
+    if (!message_within(-1) || dkv_link_receive(DKV_LINK_FD, true, &msg, &fd) <= 0 ||
         msg.type != DKV_LINK_START || fd < 0)
         return dkv_error_set(err, DKV_E_INTERNAL, "worker: started by something else");
     worker->start = msg.start;

@@ -15,7 +15,7 @@ extern "C" {
 /* ---- the answer ---- */
 
 /* Made by the library, freed by dropkv_result_free(). Do not copy or measure it: it may grow. Over
- * unix:/// an answer of 16 KiB or more lies in memory that the daemon's worker has written itself:
+ * unix:/// an answer of 4 KiB or more lies in memory that the daemon's worker has written itself:
  * up to eight such pieces are kept for a client, and a further one where none is free is sent. */
 struct dropkv_result {
     enum dropkv_status status; /* not DROPKV_OK: only id, user, error_text and times are set */

@@ -2,15 +2,15 @@
  *
  * Results come down into the engine's own pinned memory, all of a wave's in one copy, and are
  * copied from there. Where the caller's memory is pinned as well, the device writes large ones to
- * it, which saves the second copy: 210 KB that a processor has not seen yet take it some 10 us.
- * Small ones are cheaper together, since each copy of the driver's costs 2 us or more.
+ * it, which saves the second copy: 210 KB that a processor has not seen yet take it some 10 us, 52
+ * KB some 5. Small ones are cheaper together, since each copy of the driver's costs 2 us or more.
  *
  * Such results are there before anybody has judged the unit's report. On an error the outputs are
  * undefined, so that is no one's loss.
  */
 #include "kernels/cuda/host.h"
 
-#define DIRECT_FROM ((size_t)64 << 10) /* bytes of a block's indices */
+#define DIRECT_FROM ((size_t)32 << 10) /* bytes of a block's indices */
 
 static bool is_pinned(const void *at)
 {
