@@ -126,16 +126,18 @@ static void advance(struct dkv_transport *t)
     }
     if (t->conn == NULL)
         return;
-    if (t->greeted) {
+    if (t->greeted)
         dkv_ipc_objects_register(t);
-        if (dkv_ipc_objects_settled(t))
-            dkv_ipc_send_waiting(t);
+    bool full = true;
+    while (full) { /* and emptied at once: nobody would wake us for the rest */
+        full = t->greeted && dkv_ipc_objects_settled(t) && dkv_ipc_send_waiting(t);
+        if (dkv_wire_conn_flush(t->conn, &err) != DKV_OK) {
+            dkv_ipc_disconnect(t, DKV_E_UNAVAILABLE, "the daemon closed the connection");
+            return;
+        }
+        dkv_ipc_bulks_sent(t, dkv_wire_conn_bulks_sent(t->conn));
+        full = full && !dkv_wire_conn_wants_write(t->conn);
     }
-    if (dkv_wire_conn_flush(t->conn, &err) != DKV_OK) {
-        dkv_ipc_disconnect(t, DKV_E_UNAVAILABLE, "the daemon closed the connection");
-        return;
-    }
-    dkv_ipc_bulks_sent(t, dkv_wire_conn_bulks_sent(t->conn));
     struct epoll_event event = {
         .events = EPOLLIN | (dkv_wire_conn_wants_write(t->conn) ? (uint32_t)EPOLLOUT : 0)};
     if (event.events != t->events)
@@ -147,7 +149,7 @@ static void advance(struct dkv_transport *t)
 
 static void arm_timer(struct dkv_transport *t)
 {
-    int64_t due_ns = NEVER_NS;
+    int64_t due_ns = t->unread ? 0 : NEVER_NS; /* what conn holds makes no socket readable */
     const int64_t now_ns = dkv_now_ns();
     for (const struct dkv_ipc_carrier *c = t->first; c != NULL; c = c->next) {
         due_ns = c->job->deadline_ns < due_ns ? c->job->deadline_ns : due_ns;

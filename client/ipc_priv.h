@@ -126,6 +126,7 @@ struct dkv_transport {
     struct dkv_ipc_carrier *receiving;
     uint64_t received_bytes; /* of its bulk */
     bool skipping;           /* a bulk that nobody wants */
+    bool unread;             /* conn may hold more that came already */
 
     struct dkv_ipc_answer *answers;
     uint32_t n_answers;
@@ -173,8 +174,8 @@ void dkv_ipc_hand_back(struct dkv_transport *t, struct dkv_ipc_carrier *carrier,
 void dkv_ipc_retry(struct dkv_transport *t, struct dkv_ipc_carrier *carrier, int64_t pause_ns,
                    enum dkv_status status, const char *text);
 
-/* Sends what waits, as far as connection and daemon take it. */
-void dkv_ipc_send_waiting(struct dkv_transport *t);
+/* Sends what waits, as far as connection and daemon take it. True: the connection is full. */
+bool dkv_ipc_send_waiting(struct dkv_transport *t);
 
 /* Ends those whose deadline has passed. */
 void dkv_ipc_expire(struct dkv_transport *t);

@@ -199,6 +199,7 @@ static enum dkv_status read_step(struct dkv_transport *t, bool *drained, bool *m
 void dkv_ipc_receive(struct dkv_transport *t)
 {
     bool more = true, drained = false;
+    t->unread = false;
     for (int i = 0; t->conn != NULL && more && i < READS_MAX; i++) {
         struct dkv_error err = {0};
         more = false;
@@ -206,4 +207,5 @@ void dkv_ipc_receive(struct dkv_transport *t)
         if (status != DKV_OK)
             dkv_ipc_disconnect(t, status, err.text);
     }
+    t->unread = t->conn != NULL && more;
 }

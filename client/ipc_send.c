@@ -201,7 +201,7 @@ static enum dkv_status send_request(struct dkv_transport *t, struct dkv_ipc_carr
     return DKV_OK;
 }
 
-void dkv_ipc_send_waiting(struct dkv_transport *t)
+bool dkv_ipc_send_waiting(struct dkv_transport *t)
 {
     struct dkv_ipc_carrier *next;
     uint32_t n_sent = 0;
@@ -217,11 +217,12 @@ void dkv_ipc_send_waiting(struct dkv_transport *t)
         bool full;
         const enum dkv_status status = send_request(t, c, &full, &err);
         if (full)
-            return;
+            return true;
         if (status != DKV_OK)
             dkv_ipc_hand_back(t, c, status, err.text);
         n_sent++;
     }
+    return false;
 }
 
 void dkv_ipc_expire(struct dkv_transport *t)
