@@ -108,7 +108,7 @@ enum dkv_status dkv_region_attach(struct dkv_region *region, const struct dkv_re
                                   dkv_region_settled_fn on_settled, void *owner,
                                   struct dkv_error *err)
 {
-    const uint32_t generation = source->wire->generation;
+    const uint32_t generation = source->wire->generation, before = region->generation;
     if (region->attached || region->loan != NULL)
         return dkv_error_set(err, DKV_E_INVALID, "region: it is not detached");
     if (generation <= region->generation)
@@ -117,8 +117,9 @@ enum dkv_status dkv_region_attach(struct dkv_region *region, const struct dkv_re
     region->on_settled = on_settled;
     region->owner = owner;
     const enum dkv_status status = lend(region, source, err);
-    if (status != DKV_OK) {
+    if (status != DKV_OK) { /* on_settled was not called, and the generation may be tried again */
         region->attached = false;
+        region->generation = before;
         region->on_settled = NULL;
     }
     return status;

@@ -298,6 +298,9 @@ class Answers(unittest.TestCase):
         self.assertEqual(client.ask(wire.REGION_ATTACH, wire.region(len(tensors()), **again), fds=[memory.fd]).error()[0],
                          wire.INVALID)
         again["generation"] = 1
+        with open("/dev/null", "rb") as other:
+            self.assertEqual(client.ask(wire.REGION_ATTACH, wire.region(64, **again), fds=[other.fileno()]).error()[0],
+                             wire.INVALID)
         client.ask(wire.REGION_ATTACH, wire.region(len(tensors()), **again), fds=[memory.fd]).object()
         self.assertEqual(client.ask(wire.SCORE_BLOCKS, message).keep(), [self.expected])
 
