@@ -87,7 +87,7 @@ enum dkv_status dkv_infer_admit(struct dkv_exchange *exchange, struct dkv_error 
                              "Request for unknown model version: 'dropkv' has version 1");
     if (server->draining)
         return dkv_error_set(err, DKV_E_DRAINING, "the server is shutting down");
-    if (server->n_accepted >= server->config->max_queue_requests)
+    if (server->n_accepted - server->n_fenced >= server->config->max_queue_requests)
         return dkv_error_set(err, DKV_E_BUSY, "%llu requests are waiting already",
                              (unsigned long long)server->config->max_queue_requests);
     if (!dkv_backend_ready(server->backend))

@@ -58,6 +58,7 @@ struct dkv_server {
     uint64_t n_records;               /* requests that have ended: the number of the last one */
     uint64_t begun_ns;                /* when the daemon was ready */
     unsigned n_accepted;              /* inference requests accepted and not answered yet */
+    unsigned n_fenced;                /* of them: wait for their producers, not in the queue yet */
     bool leaving;  /* the end was announced: not ready, but everything is accepted still */
     bool draining; /* what was accepted is answered, nothing more is accepted */
 };

@@ -94,6 +94,7 @@ static void on_fence(struct dkv_fence *fence, enum dkv_status status, const stru
 {
     struct dkv_ask *ask = DKV_LIST_OF(fence, struct dkv_ask, fence);
     ask->phase = DKV_ASK_BUILDING;
+    ask->server->n_fenced--;
     if (status == DKV_OK)
         go_on(ask);
     else
@@ -125,6 +126,7 @@ static void start(struct dkv_ask *ask)
         fail_ask(ask, &err);
     } else {
         ask->phase = DKV_ASK_FENCED;
+        ask->server->n_fenced++;
         dkv_fence_wait(ask->session->all->fences, &ask->fence);
     }
 }
@@ -429,6 +431,7 @@ static void call_off(struct dkv_ask *ask)
     case DKV_ASK_QUEUED: dkv_backend_cancel(ask->server->backend, ask->job); return;
     case DKV_ASK_BUILDING:
     case DKV_ASK_FENCED:
+        ask->server->n_fenced -= ask->phase == DKV_ASK_FENCED;
         dkv_fence_drop(&ask->fence);
         dkv_error_set(&err, DKV_E_CANCELLED, "the request was cancelled");
         fail_ask(ask, &err);

@@ -663,6 +663,23 @@ class Limits(unittest.TestCase):
                 self.assertEqual((status, "registered anew" in text), (wire.NOT_FOUND, True), text)
             self.assertEqual(daemon.metrics()[restarts], 1, "the worker died of it")
 
+    def test_requests_that_wait_for_fences_leave_the_queue_to_others(self):
+        """As many as the queue has places wait for a producer that never comes."""
+        with SocketDaemon() as daemon, Client(daemon.path) as client, Memory(16 + len(tensors())) as memory:
+            expected = http_answer(daemon)
+            memory.map[16:] = tensors()
+            number = client.add_memfd(memory.fd, 16 + len(tensors()))
+            for _ in range(256):
+                client.send(wire.SCORE_BLOCKS, wire.score_blocks([inline_block(16, number)], PARAMS, fence=(number, 0, 1)))
+            client.send(wire.PING, bytes(8))
+            self.assertEqual(client.receive().kind, wire.PONG)  # all of them are taken
+            self.assertEqual(http_answer(daemon), expected)
+            memory.map[0:8] = struct.pack("<Q", 1)
+            answers = [client.receive() for _ in range(256)]
+            self.assertIn(wire.RESULT, {answer.kind for answer in answers})
+            self.assertLessEqual({answer.error()[0] for answer in answers if answer.kind == wire.ERROR}, {wire.BUSY})
+            self.assertEqual(http_answer(daemon), expected)
+
     def test_silent_and_stalled_clients_are_closed(self):
         with SocketDaemon("--header-timeout-ms", "200") as daemon:
             with Client(daemon.path, hello=False) as client:
