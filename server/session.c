@@ -1,9 +1,9 @@
 /* One connection: reading messages, sending answers, and the end.
  *
  * One turn of a session: read and handle messages while there are any (at most MESSAGES_PER_TURN,
- * so that one client cannot keep the loop), then send what there is to send, then say what to wait
- * for. A session whose answers do not fit into its connection is not read from until they do: who
- * does not listen cannot ask.
+ * and for TURN_NS, so that one client cannot keep the loop), then send what there is to send, then
+ * say what to wait for. A session whose answers do not fit into its connection is not read from
+ * until they do: who does not listen cannot ask.
  *
  * The end comes from anywhere: a handler that finds the protocol broken, a send that fails, the
  * peer's death. dkv_session_end() closes the connection, gives back everything and leaves the
@@ -24,6 +24,7 @@
 #include <unistd.h>
 
 #define MESSAGES_PER_TURN 64u
+#define TURN_NS           500000u /* a message of 150 bytes may ask for 1,024 layers */
 #define BULK_PER_TURN     (UINT64_C(16) << 20)
 #define ERROR_BYTES       (16 + DKV_WIRE_TEXT_MAX)
 #define SEND_ROOM         (1 << 20) /* an answer of 128K tokens goes out in one piece */
@@ -344,9 +345,10 @@ static void read_messages(struct dkv_session *session)
     struct dkv_error err = {0};
     uint64_t bulk_of_turn = BULK_PER_TURN;
     bool drained = false;
+    const uint64_t began_ns = dkv_clock_ns();
     session->unread = false;
     for (unsigned i = 0; read_step(session, &bulk_of_turn, &drained, &err); i++)
-        if (i == 2 * MESSAGES_PER_TURN || is_full(session)) {
+        if (i == 2 * MESSAGES_PER_TURN || is_full(session) || dkv_clock_ns() - began_ns > TURN_NS) {
             session->unread = true;
             break;
         }

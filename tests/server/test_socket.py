@@ -680,6 +680,35 @@ class Limits(unittest.TestCase):
             self.assertLessEqual({answer.error()[0] for answer in answers if answer.kind == wire.ERROR}, {wire.BUSY})
             self.assertEqual(http_answer(daemon), expected)
 
+    def test_a_turn_of_long_requests_is_short(self):
+        """A ping does not wait for all that others sent before: 64 messages each, of 150 bytes and 1,024 layers."""
+        n_clients, n_requests, n_layers = 4, 64, 1024
+        row = 8 * 4
+        with SocketDaemon() as daemon, Memory(1 << 16) as memory, Client(daemon.path) as other:
+            crowd = []
+            for _ in range(n_clients):
+                client = Client(daemon.path)
+                self.addCleanup(client.socket.close)
+                region = client.add_memfd(memory.fd, 1 << 16, writable=1)
+                view = wire.view(region, 0, row, 96 * row)
+                cache = client.ask(wire.CACHE_ADD, wire.cache([view] * (2 * n_layers))).object()[0]
+                stash = client.ask(wire.STASH_ADD, wire.stash(region, 8, row, 8 * row, n_layers=n_layers)).object()[0]
+                message = wire.score(cache, stash, 96, layers=(0, n_layers), params=PARAMS, output=(region, 0, 4))  # no room
+                crowd.append((client, message))
+            os.kill(daemon.process.pid, signal.SIGSTOP)
+            os.waitpid(daemon.process.pid, os.WUNTRACED)
+            for client, message in crowd:
+                client.send_raw(b"".join(wire.header(wire.SCORE, 100 + i, message) for i in range(n_requests)))
+            other.send(wire.PING, bytes(8))  # the last to come
+            started = time.monotonic()
+            os.kill(daemon.process.pid, signal.SIGCONT)
+            self.assertEqual(other.receive().kind, wire.PONG)
+            waited = time.monotonic() - started
+            for client, _ in crowd:
+                for _ in range(n_requests):
+                    self.assertEqual(client.receive().error()[0], wire.INVALID)
+            self.assertLess(waited, (time.monotonic() - started) / 2)
+
     def test_silent_and_stalled_clients_are_closed(self):
         with SocketDaemon("--header-timeout-ms", "200") as daemon:
             with Client(daemon.path, hello=False) as client:
