@@ -74,7 +74,8 @@ static void drop_list(struct dropkv_client *client, struct dkv_job_list *list)
 
 void dkv_jobs_drop(struct dropkv_client *client)
 {
-    for (struct dkv_job *job = client->in_flight.first; job != NULL; job = job->next)
+    /* The newest first: what waits would be begun in the place of what was before it. */
+    for (struct dkv_job *job = client->in_flight.last; job != NULL; job = job->prev)
         client->ops->cancel(client->transport, job);
     drop_list(client, &client->in_flight);
     drop_list(client, &client->finished);
