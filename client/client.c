@@ -3,6 +3,7 @@
 #include "client/buffer.h"
 #include "client/client_priv.h"
 
+#include <sched.h>
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
@@ -57,6 +58,13 @@ static enum dkv_status take_options(const struct dropkv_client_options *from,
     return DKV_OK;
 }
 
+/* For the daemon's front and worker, for the caller, and one for everybody else. */
+static bool has_processors(void)
+{
+    cpu_set_t mine;
+    return sched_getaffinity(0, sizeof(mine), &mine) == 0 && CPU_COUNT(&mine) >= 4;
+}
+
 enum dkv_status dkv_client_open(const char *endpoint, const struct dropkv_client_options *options,
                                 const struct dkv_transport_ops *ops,
                                 struct dropkv_client **client_out, struct dkv_error *err)
@@ -74,6 +82,8 @@ enum dkv_status dkv_client_open(const char *endpoint, const struct dropkv_client
     client->process = getpid();
     client->timeout_us = o.timeout_us != 0 ? o.timeout_us : DEFAULT_TIMEOUT_US;
     client->busy_poll_ns = (int64_t)o.busy_poll_us * 1000;
+    client->learns = ops->learns && o.busy_poll_us == 0 && has_processors();
+    client->look = DKV_LOOK_INIT;
     client->max_in_flight = o.max_in_flight != 0 ? o.max_in_flight : DEFAULT_MAX_IN_FLIGHT;
     const struct dkv_transport_config config = {
         .address = endpoint,

@@ -9,6 +9,7 @@
 #define DKV_CLIENT_CLIENT_PRIV_H
 
 #include "client/transport.h"
+#include "proto/look.h"
 
 #include <sys/types.h>
 
@@ -31,7 +32,9 @@ struct dropkv_client {
     uint32_t n_in_flight;
     uint32_t max_in_flight;
     int64_t timeout_us;
-    int64_t busy_poll_ns;
+    int64_t busy_poll_ns; /* 0: as `look` says, if the client learns */
+    bool learns;
+    struct dkv_look look;
     uint64_t last_id;
     pid_t process; /* that opened it: a forked child leaves it alone */
 };

@@ -364,6 +364,7 @@ const struct dkv_transport_ops dkv_transport_ipc = {
     .fd = ipc_fd,
     .dispatch = ipc_dispatch,
     .ready = ipc_ready,
+    .learns = true,
     .health = ipc_health,
     .info = ipc_info,
     .add_buffer = dkv_ipc_add_buffer,

@@ -286,6 +286,13 @@ int dropkv_fd(const struct dropkv_client *client)
 
 /* ---- waiting ---- */
 
+static int64_t patience_ns(const struct dropkv_client *client)
+{
+    if (client->busy_poll_ns > 0)
+        return client->busy_poll_ns;
+    return client->learns && client->look.looks ? (int64_t)DKV_LOOK_NS : 0;
+}
+
 /* Looks for a while whether the descriptor is readable, then sleeps until it is or `until_ns`
  * (negative: without end). */
 static enum dkv_status wait_readable(struct dropkv_client *client, int64_t until_ns,
@@ -298,14 +305,16 @@ static enum dkv_status wait_readable(struct dropkv_client *client, int64_t until
         if (ns > 0)
             left = (struct timespec){.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
     }
-    const int64_t look_until_ns = client->busy_poll_ns > 0 ? dkv_now_ns() + client->busy_poll_ns
-                                                           : 0;
-    while (client->busy_poll_ns > 0 && dkv_now_ns() < look_until_ns)
-        if (client->ops->ready != NULL ? client->ops->ready(client->transport)
-                                       : poll(&pollfd, 1, 0) != 0)
-            return DKV_OK;
-    if (ppoll(&pollfd, 1, until_ns < 0 ? NULL : &left, NULL) < 0 && errno != EINTR)
+    const int64_t look_ns = patience_ns(client);
+    const int64_t began_ns = dkv_now_ns();
+    bool ready = false;
+    while (!ready && look_ns > 0 && dkv_now_ns() < began_ns + look_ns)
+        ready = client->ops->ready != NULL ? client->ops->ready(client->transport)
+                                           : poll(&pollfd, 1, 0) != 0;
+    if (!ready && ppoll(&pollfd, 1, until_ns < 0 ? NULL : &left, NULL) < 0 && errno != EINTR)
         return dkv_error_set(err, DKV_E_IO, "could not poll: %s", strerror(errno));
+    if (client->learns)
+        dkv_look_learn(&client->look, (uint64_t)(dkv_now_ns() - began_ns));
     return DKV_OK;
 }
 

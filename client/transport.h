@@ -60,6 +60,10 @@ struct dkv_transport_ops {
      * than to poll. NULL: poll. */
     bool (*ready)(struct dkv_transport *transport);
 
+    /* Callers that wait without saying how may find out whether looking pays: who answers is
+     * another process, which needs a processor too. */
+    bool learns;
+
     /* Does what can be done without waiting for others. */
     enum dkv_status (*dispatch)(struct dkv_transport *transport, struct dkv_error *err);
 

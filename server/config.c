@@ -106,7 +106,7 @@ const struct dkv_config_field dkv_config_fields[DKV_CONFIG_FIELDS] = {
            "Batches that a device is given at once; 0: 2 for a GPU, 1 for the CPU"),
     NUMBER(busy_poll_us, "0", 0, 1000000, "us",
            "How long to look for more work before sleeping, which takes two processors while "
-           "requests come; 0: 200 with a GPU and 4 processors, else up to 100 where that is "
+           "requests come; 0: 200 with a GPU and 4 processors, else up to 150 where that is "
            "found to be sooner; 1: hardly"),
     NUMBER(worker_deaths, "5", 1, 1000, "",
            "Workers of a device that may end in a row before the device is given up"),

@@ -6,7 +6,7 @@
  * spins while nobody asks.
  *
  * With a patience, the loop looks that long whatever comes. Without one it may learn whether
- * looking pays (server/look.h), for the next request and for the end of a batch apart.
+ * looking pays (proto/look.h), for the next request and for the end of a batch apart.
  *
  * Owner   open/close; closed when on_closed was called.
  * Thread  loop.
@@ -14,8 +14,8 @@
 #ifndef DKV_SERVER_SPIN_H
 #define DKV_SERVER_SPIN_H
 
+#include "proto/look.h"
 #include "server/config.h"
-#include "server/look.h"
 
 #include <uv.h>
 

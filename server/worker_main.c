@@ -16,9 +16,9 @@
  */
 #include "server/worker.h"
 
+#include "proto/look.h"
 #include "server/clock.h"
 #include "server/log.h"
-#include "server/look.h"
 #include "server/worker_memory.h"
 
 #include <assert.h>

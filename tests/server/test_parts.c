@@ -162,6 +162,29 @@ static void the_loop_looks_for_a_while_and_then_sleeps(void **unused)
     assert_int_equal(uv_loop_close(&loop), 0);
 }
 
+static void the_loop_learns_for_requests_and_batches_apart(void **unused)
+{
+    uv_loop_t loop;
+    struct dkv_spin spin;
+    uint64_t now_ns = 1000;
+    (void)unused;
+    uv_loop_init(&loop);
+    dkv_spin_open(&spin, &loop, 0, true);
+    for (unsigned i = 0; i < 4 * DKV_LOOK_TRIAL; i++) {
+        const bool looked = uv_is_active((uv_handle_t *)&spin.idle) != 0;
+        dkv_spin_poke(&spin, DKV_SPIN_FOR_BATCH, now_ns += looked ? 20000 : 40000);
+        assert_false(spin.looks[DKV_SPIN_FOR_BATCH].looks); /* which takes long */
+        dkv_spin_poke(&spin, DKV_SPIN_FOR_REQUEST, now_ns += 500000);
+    }
+    assert_true(spin.looks[DKV_SPIN_FOR_REQUEST].looks);
+    assert_int_equal(uv_backend_timeout(&loop), 0); /* it does not wait for events */
+    while (uv_is_active((uv_handle_t *)&spin.idle)) /* for ever: it began long ago */
+        uv_run(&loop, UV_RUN_NOWAIT);
+    dkv_spin_close(&spin, NULL);
+    uv_run(&loop, UV_RUN_DEFAULT);
+    assert_int_equal(uv_loop_close(&loop), 0);
+}
+
 static void how_long_it_looks_is_the_configurations(void **unused)
 {
     struct dkv_config_state state;
@@ -373,6 +396,7 @@ int main(void)
         cmocka_unit_test(a_bad_token_file_changes_nothing),
         cmocka_unit_test(tokens_of_another_user_may_be_readable_by_our_group),
         cmocka_unit_test(the_loop_looks_for_a_while_and_then_sleeps),
+        cmocka_unit_test(the_loop_learns_for_requests_and_batches_apart),
         cmocka_unit_test(how_long_it_looks_is_the_configurations),
         cmocka_unit_test(the_least_limit_on_the_way_up_counts),
         cmocka_unit_test(addresses_are_loopback_or_not),

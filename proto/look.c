@@ -1,6 +1,6 @@
 /* Means of whole trials are compared, since single waits are noisy: one that was interrupted counts
  * as twice the longest that is looked through, and no more. */
-#include "server/look.h"
+#include "proto/look.h"
 
 #define HOLD_LOOKING 1024u  /* waits, while looking wins */
 #define HOLD_MAX     16384u /* while it loses */

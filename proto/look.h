@@ -9,13 +9,13 @@
  *
  * Thread  any; no clock, no I/O.
  */
-#ifndef DKV_SERVER_LOOK_H
-#define DKV_SERVER_LOOK_H
+#ifndef DKV_PROTO_LOOK_H
+#define DKV_PROTO_LOOK_H
 
 #include <stdbool.h>
 #include <stdint.h>
 
-#define DKV_LOOK_NS    UINT64_C(100000) /* looking lasts no longer; longer waits are not short */
+#define DKV_LOOK_NS    UINT64_C(150000) /* looking lasts no longer; longer waits are not short */
 #define DKV_LOOK_TRIAL 32u              /* waits */
 #define DKV_LOOK_GAIN  UINT64_C(4000)   /* by so much looking has to be sooner */
 
