@@ -733,7 +733,7 @@ class Limits(unittest.TestCase):
         tokens = 150000  # scores of 600 KB, eight times: more than the connection holds
         block, params = inline_block(tokens=tokens), wire.integer(wire.WINDOW, 8) + wire.integer(wire.KEEP_TOKENS, 24)
         data = bytes(QUERY_BYTES + 2 * 32 * tokens)
-        with SocketDaemon("--request-timeout-ms", "1000", "--header-timeout-ms", "60000") as daemon:
+        with SocketDaemon("--request-timeout-ms", "4000", "--header-timeout-ms", "60000") as daemon:
             with Client(daemon.path) as client:
                 client.send(wire.SCORE_BLOCKS, wire.score_blocks([block] * 8, params, flags=1), data)
                 daemon.wait_for_metric('dropkv_requests_total{outcome="ok"}', lambda v: v == 1)
