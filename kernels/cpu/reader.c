@@ -46,6 +46,8 @@ bool dkv_reader_entry(const struct dkv_reader *reader, uint64_t index, int64_t *
         memcpy(&narrow, (const uint8_t *)table->entries + 4 * index, sizeof(narrow));
         entry = narrow;
     }
+    /* Its owner may write there meanwhile: what is judged is what is used, not read again. */
+    __asm__("" : "+r"(entry));
     *entry_out = entry;
     if (dkv_reader_is_null(table, entry))
         return false;
