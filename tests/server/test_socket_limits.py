@@ -1,0 +1,186 @@
+"""The local socket's bounds: descriptors, time, turns, places, and how a daemon begins and ends on it.
+
+usage: test_socket_limits.py DROPKVD
+"""
+import fcntl
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import subprocess
+import tempfile
+import time
+import unittest
+
+import wire
+from daemon import Daemon
+from socket_case import DROPKVD, PARAMS, QUERY_BYTES, SocketDaemon, http_answer, inline_block, tensors
+from wire import Client, Memory
+
+
+class Limits(unittest.TestCase):
+    def test_few_descriptors_turn_clients_away_and_nothing_else(self):
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        try:
+            daemon = SocketDaemon()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        with daemon:
+            n_fds = daemon.n_fds()
+            memory = Memory(4096)
+            with Client(daemon.path) as client:
+                client.send(wire.REGION_ADD, wire.region(4096), fds=[memory.fd] * 128, claimed_fds=1)
+                client.socket.shutdown(socket.SHUT_WR)
+                self.assertTrue(client.is_closed())
+            daemon.wait_until_clean(n_fds)
+            crowd = []
+            for _ in range(100):
+                crowd.append(Client(daemon.path, hello=False))
+            daemon.wait_for_log("no file descriptors are left")
+            for client in crowd:
+                client.socket.close()
+            daemon.wait_until_clean(n_fds)
+            with Client(daemon.path) as client:
+                self.assertEqual(client.ask(wire.PING, bytes(8)).kind, wire.PONG)
+            memory.__exit__()
+
+    def test_a_place_that_a_new_worker_may_not_write_is_not_written(self):
+        restarts, up = ('dropkv_worker_%s{worker="0",device="cpu"}' % name for name in ("restarts_total", "up"))
+        with SocketDaemon() as daemon, Client(daemon.path) as client, Memory(1 << 16) as place:
+            output = client.add_memfd(place.fd, 1 << 16, writable=1)
+            fcntl.fcntl(place.fd, wire.F_ADD_SEALS, wire.F_SEAL_FUTURE_WRITE)
+            os.kill(daemon.processes()[1], signal.SIGKILL)
+            daemon.wait_for_metric(restarts, lambda v: v == 1)
+            daemon.wait_for_metric(up, lambda v: v == 1)
+            for offset in (0, 1 << 12):
+                message = wire.score_blocks([inline_block()], PARAMS, output=(output, offset, 96))
+                status, text = client.ask(wire.SCORE_BLOCKS, message, tensors()).error()
+                self.assertEqual((status, "registered anew" in text), (wire.NOT_FOUND, True), text)
+            self.assertEqual(daemon.metrics()[restarts], 1, "the worker died of it")
+
+    def test_requests_that_wait_for_fences_leave_the_queue_to_others(self):
+        """As many as the queue has places wait for a producer that never comes."""
+        with SocketDaemon() as daemon, Client(daemon.path) as client, Memory(16 + len(tensors())) as memory:
+            expected = http_answer(daemon)
+            memory.map[16:] = tensors()
+            number = client.add_memfd(memory.fd, 16 + len(tensors()))
+            for _ in range(256):
+                client.send(wire.SCORE_BLOCKS, wire.score_blocks([inline_block(16, number)], PARAMS, fence=(number, 0, 1)))
+            client.send(wire.PING, bytes(8))
+            self.assertEqual(client.receive().kind, wire.PONG)  # all of them are taken
+            self.assertEqual(http_answer(daemon), expected)
+            memory.map[0:8] = struct.pack("<Q", 1)
+            answers = [client.receive() for _ in range(256)]
+            self.assertIn(wire.RESULT, {answer.kind for answer in answers})
+            self.assertLessEqual({answer.error()[0] for answer in answers if answer.kind == wire.ERROR}, {wire.BUSY})
+            self.assertEqual(http_answer(daemon), expected)
+
+    def test_a_turn_of_long_requests_is_short(self):
+        """A ping does not wait for all that others sent before: 64 messages each, of 150 bytes and 1,024 layers."""
+        n_clients, n_requests, n_layers = 4, 64, 1024
+        row = 8 * 4
+        with SocketDaemon() as daemon, Memory(1 << 16) as memory, Client(daemon.path) as other:
+            crowd = []
+            for _ in range(n_clients):
+                client = Client(daemon.path)
+                self.addCleanup(client.socket.close)
+                region = client.add_memfd(memory.fd, 1 << 16, writable=1)
+                view = wire.view(region, 0, row, 96 * row)
+                cache = client.ask(wire.CACHE_ADD, wire.cache([view] * (2 * n_layers))).object()[0]
+                stash = client.ask(wire.STASH_ADD, wire.stash(region, 8, row, 8 * row, n_layers=n_layers)).object()[0]
+                message = wire.score(cache, stash, 96, layers=(0, n_layers), params=PARAMS, output=(region, 0, 4))  # no room
+                crowd.append((client, message))
+            os.kill(daemon.process.pid, signal.SIGSTOP)
+            os.waitpid(daemon.process.pid, os.WUNTRACED)
+            for client, message in crowd:
+                client.send_raw(b"".join(wire.header(wire.SCORE, 100 + i, message) for i in range(n_requests)))
+            other.send(wire.PING, bytes(8))  # the last to come
+            started = time.monotonic()
+            os.kill(daemon.process.pid, signal.SIGCONT)
+            self.assertEqual(other.receive().kind, wire.PONG)
+            waited = time.monotonic() - started
+            for client, _ in crowd:
+                for _ in range(n_requests):
+                    self.assertEqual(client.receive().error()[0], wire.INVALID)
+            self.assertLess(waited, (time.monotonic() - started) / 2)
+
+    def test_silent_and_stalled_clients_are_closed(self):
+        with SocketDaemon("--header-timeout-ms", "200") as daemon:
+            with Client(daemon.path, hello=False) as client:
+                self.assertEqual(client.receive().error()[0], wire.TIMEOUT)
+                self.assertTrue(client.is_closed())
+            with Client(daemon.path) as client:
+                message = wire.score_blocks([inline_block()], PARAMS)
+                client.send_raw(wire.header(wire.SCORE_BLOCKS, 2, message, len(tensors())) + tensors()[:100])
+                self.assertEqual(client.receive().error()[0], wire.TIMEOUT)
+                self.assertTrue(client.is_closed())
+
+            ping = wire.header(wire.PING, 2, bytes(8))
+            for n in (1, 23, 24, len(ping) - 1):  # of a header, of a payload
+                with Client(daemon.path) as client:
+                    client.send_raw(wire.header(wire.PING, 1, bytes(8)) + ping[:n])
+                    self.assertEqual(client.receive().kind, wire.PONG)
+                    status, text = client.receive().error()
+                    self.assertEqual((status, "rest of a message" in text), (wire.TIMEOUT, True), text)
+                    self.assertTrue(client.is_closed())
+
+    def test_who_does_not_read_is_closed_whatever_it_sends_meanwhile(self):
+        tokens = 150000  # scores of 600 KB, eight times: more than the connection holds
+        block, params = inline_block(tokens=tokens), wire.integer(wire.WINDOW, 8) + wire.integer(wire.KEEP_TOKENS, 24)
+        data = bytes(QUERY_BYTES + 2 * 32 * tokens)
+        with SocketDaemon("--request-timeout-ms", "4000", "--header-timeout-ms", "60000") as daemon:
+            with Client(daemon.path) as client:
+                client.send(wire.SCORE_BLOCKS, wire.score_blocks([block] * 8, params, flags=1), data)
+                daemon.wait_for_metric('dropkv_requests_total{outcome="ok"}', lambda v: v == 1)
+                client.send_raw(wire.header(wire.SCORE_BLOCKS, 2, wire.score_blocks([block], params), len(data)))
+                started = time.monotonic()
+                with self.assertRaises((BrokenPipeError, ConnectionResetError)):
+                    while time.monotonic() < started + 20:  # a byte at a time of what it promised
+                        client.socket.send(b"x")
+                        select.select([], [], [], 0.02)
+                self.assertLess(time.monotonic() - started, 10)
+
+    def test_a_stale_socket_is_replaced_and_a_living_one_is_not(self):
+        with SocketDaemon() as daemon:
+            second = subprocess.run([DROPKVD, "--http", "off", "--socket", daemon.path], stderr=subprocess.PIPE, check=False,
+                                    timeout=60)
+            self.assertNotEqual(second.returncode, 0)
+            self.assertIn(b"a daemon is listening", second.stderr)
+            daemon.allowed_codes = (-signal.SIGKILL,)
+            daemon.process.kill()
+            daemon.wait()
+            self.assertTrue(os.path.exists(daemon.path))
+            third = Daemon(DROPKVD, "--socket", daemon.path)
+            with third, Client(daemon.path) as client:
+                self.assertEqual(client.ask(wire.PING, bytes(8)).kind, wire.PONG)
+            self.assertFalse(os.path.exists(daemon.path))
+
+    def test_a_directory_of_others_is_refused(self):
+        with tempfile.TemporaryDirectory() as folder:
+            os.chmod(folder, 0o777)
+            failed = subprocess.run([DROPKVD, "--http", "off", "--socket", folder + "/s"], stderr=subprocess.PIPE, check=False,
+                                    timeout=60)
+            self.assertNotEqual(failed.returncode, 0)
+            self.assertIn(b"writable by nobody else", failed.stderr)
+
+    def test_accepted_requests_are_answered_before_the_daemon_stops(self):
+        with SocketDaemon() as daemon, Client(daemon.path) as client:
+            memory = Memory(64)
+            fence = client.add_memfd(memory.fd, 64)
+            client.send(wire.SCORE_BLOCKS, wire.score_blocks([inline_block()], PARAMS, fence=(fence, 0, 1)), tensors())
+            self.assertEqual(client.ask(wire.PING, bytes(8)).kind, wire.PONG)
+            daemon.process.send_signal(signal.SIGTERM)
+            daemon.wait_for_log("draining, 1 requests")
+            refused = client.ask(wire.SCORE_BLOCKS, wire.score_blocks([inline_block()], PARAMS), tensors())
+            self.assertEqual(refused.error()[0], wire.DRAINING)
+            memory.map[:8] = struct.pack("<Q", 1)
+            self.assertEqual(len(client.receive().keep()[0]), 24)
+            self.assertEqual(daemon.wait(), 0)
+            memory.__exit__()
+
+
+if __name__ == "__main__":
+    unittest.main()
