@@ -113,8 +113,9 @@ struct dkv_link_msg {
  * that does not block, if there is no room now (errno EAGAIN). */
 bool dkv_link_send(int socket, const struct dkv_link_msg *msg, int fd);
 
-/* Receives one; `wait`: also on a socket that blocks, only one that is there. 1, or 0 at the end of
- * the link, or -1 with errno (EAGAIN: nothing now). *fd_out is -1 or the caller's to close. */
+/* Receives one; without `wait` only one that is there, also on a socket that blocks. 1, or 0 at the
+ * end of the link, or -1 with errno (EAGAIN: nothing now). *fd_out is -1 or the caller's to close.
+ */
 int dkv_link_receive(int socket, bool wait, struct dkv_link_msg *msg_out, int *fd_out);
 
 /* ---- descriptors ---- */
