@@ -26,7 +26,7 @@ rm -f "$build.log"
 
 tests='kernels/check_kernels kernels/test_convert kernels/test_select
     proto/test_oip_call proto/test_oip_infer proto/test_oip_meta proto/test_oip_reply
-    proto/test_params proto/test_request proto/test_wire proto/test_memfd
+    proto/test_params proto/test_plans proto/test_prompt proto/test_request proto/test_wire proto/test_memfd
     client/test_blocks client/test_npy
     server/test_config server/test_admission server/test_admission_bounds server/test_admission_ends'
 # The programs are built as well: that they link is part of the promise.
