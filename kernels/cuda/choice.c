@@ -92,6 +92,20 @@ static enum dkv_status stage_numbers(struct dkv_cu_engine *engine, struct dkv_it
     return status;
 }
 
+/* True if selection does this choice as it does a unit: heads keep the same number, of tokens whose
+ * scores are not negative, and nothing is wanted but indices. The mean of all heads is not averaged
+ * over tokens there, and the second stage needs pooled scores that are no sums. */
+static bool is_simple(const struct dkv_cu_engine *engine, const struct dkv_item *item,
+                      const struct dkv_cu_choice *choice)
+{
+    const bool sums = choice->pool == DKV_POOL_AVG;
+    return choice->mode == DKV_HEADS_UNIFORM && choice->each == NULL && choice->chunk == 1 &&
+           choice->carry == NULL && choice->mask == NULL && item->scores_out == NULL &&
+           !dkv_policy_info(item->params->policy)->any_sign && choice->window != choice->n &&
+           !(choice->one_set && (choice->two_stages || sums)) && !(choice->two_stages && sums) &&
+           !dkv_cu_select_needs_keys(&engine->device, choice->n);
+}
+
 /* Adds the choice to the wave, in which there is room for what it needs but scratch. */
 static enum dkv_status add_choice(struct dkv_cu_engine *engine, struct dkv_cu_slot *slot,
                                   uint32_t index, struct dkv_cu_choice *choice,
@@ -113,8 +127,10 @@ static enum dkv_status add_choice(struct dkv_cu_engine *engine, struct dkv_cu_sl
     b->result_bytes += dkv_cu_choice_need_of(item).io_down;
     enum dkv_status status = stage_numbers(engine, item, item->block->token_weight, &added->weight,
                                            err);
-    return status == DKV_OK ? stage_numbers(engine, item, item->block->carry_in, &added->carry, err)
-                            : status;
+    if (status == DKV_OK)
+        status = stage_numbers(engine, item, item->block->carry_in, &added->carry, err);
+    added->simple = is_simple(engine, item, added);
+    return status;
 }
 
 static struct dkv_cu_need sum_of(const struct dkv_cu_need *choice, const struct dkv_cu_need *head,

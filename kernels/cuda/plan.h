@@ -192,6 +192,7 @@ struct dkv_cu_choice {
     uint32_t one_set;
     uint32_t two_stages;
     uint32_t carry_largest; /* a maximum goes on, not a sum */
+    uint32_t simple;        /* selection does it, head by head or by the mean of all */
     double alpha;
 };
 
@@ -268,8 +269,8 @@ cudaError_t dkv_cu_upload_launch(void *to, const void *from, size_t bytes, cudaS
 cudaError_t dkv_cu_mask_prepare(void);
 cudaError_t dkv_cu_mask_launch(const struct dkv_cu_wave *wave, cudaStream_t stream);
 
-/* Selection over all units but those of chosen blocks: pools, selects, writes keep_out and
- * scores_out. */
+/* Selection over all units but those of chosen blocks, and over simple choices: pools, selects,
+ * writes keep_out, counts_out and scores_out. */
 cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device); /* sets both fields above */
 /* True if a unit of n tokens needs unit.keys. */
 bool dkv_cu_select_needs_keys(const struct dkv_cu_device *device, uint32_t n_valid);
@@ -281,7 +282,7 @@ cudaError_t dkv_cu_select_launch(const struct dkv_cu_device *device, const struc
                                  const void *extra_host, const void *extra_device,
                                  cudaStream_t stream);
 
-/* The wave's choices, after everything else. */
+/* The wave's other choices, after everything else. */
 cudaError_t dkv_cu_choose_prepare(struct dkv_cu_device *device);
 cudaError_t dkv_cu_choose_launch(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
                                  cudaStream_t stream);

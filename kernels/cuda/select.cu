@@ -7,9 +7,9 @@
  * needs no flags, only a count and a second look.
  *
  * A launch is a list of seats, one per thread block: which unit, and as which member of how large
- * a crew (select_crew.cuh). Short units have a block each, long ones up to 16, so that the blocks
- * of a wave have similar shares (select_plan.cu). How a unit is spread cannot show in the answer,
- * which is exact.
+ * a crew (select_crew.cuh); where all crews are alike there is no list. Short units have a block
+ * each, long ones up to 16, so that the blocks of a wave have similar shares (select_plan.cu). How
+ * a unit is spread cannot show in the answer, which is exact.
  *
  * 512 threads, or 128 for a crowd of short units; each has four adjacent tokens at a time: what
  * bounds this kernel is latency, not bytes. It may be scheduled while the scorer still runs, and
@@ -26,7 +26,7 @@ namespace
 
 /* Starts bringing scores first .. first+3 to `to`, `first` a multiple of four; 0 outside the scope
  * of pooling. */
-__device__ void stage_scores(const select_task &t, int first, float *to)
+__device__ __forceinline__ void stage_scores(const select_task &t, int first, float *to)
 {
     const int begin = static_cast<int>(t.scope_begin);
     const int end = static_cast<int>(t.scope_end);
@@ -38,52 +38,129 @@ __device__ void stage_scores(const select_task &t, int first, float *to)
         to[q] = first + q >= begin && first + q < end ? t.scores[first + q] : 0.0f;
 }
 
-/* All four tokens from i on. */
-__device__ bool is_plain(const select_task &t, uint32_t i)
+/* The same of the mean of several heads' scores, which out of the scope are not lost either. */
+static __device__ __noinline__ void stage_means(const select_task &t, int first, float *to)
 {
-    return i >= t.plain_begin && i + 4 <= t.plain_end;
+    const bool inside = first >= 0 && first < static_cast<int>(t.n);
+    double sum[4] = {};
+    int least = t.exponent[0]; /* the unit of all */
+    for (uint32_t h = 1; h < t.heads; h++)
+        least = min(least, t.exponent[h]);
+    for (uint32_t h = 0; inside && h < t.heads; h++) {
+        const float factor = ldexpf(1.0f, least - t.exponent[h]);
+        const float4 x = *reinterpret_cast<const float4 *>(
+            t.rows + static_cast<size_t>(h) * t.stride + first);
+        sum[0] += x.x * factor * factor;
+        sum[1] += x.y * factor * factor;
+        sum[2] += x.z * factor * factor;
+        sum[3] += x.w * factor * factor;
+    }
+    for (int q = 0; q < 4; q++) {
+        const int i = first + q;
+        const float mean = static_cast<float>(sum[q] / t.heads);
+        if (inside && i < static_cast<int>(t.n))
+            const_cast<float *>(t.scores)[i] = mean;
+        to[q] = i >= static_cast<int>(t.scope_begin) && i < static_cast<int>(t.scope_end) ? mean
+                                                                                          : 0;
+    }
+}
+
+/* The fours of a part that select_plain_keys() can do. */
+struct plain_range {
+    uint32_t begin;
+    uint32_t end;
+};
+
+__device__ __forceinline__ plain_range plain_of(const select_task &t, const select_part &p)
+{
+    if (!t.plain)
+        return {p.begin, p.begin};
+    const uint32_t begin = max(p.begin, (t.scope_begin + 3) & ~3u);
+    const uint32_t end = min((p.end + 3) & ~3u,
+                             t.scope_end == t.n ? (t.n + 3) & ~3u : t.scope_end & ~3u);
+    return {min(begin, max(begin, end)), max(begin, end)};
+}
+
+/* Keys of a chunk's plain fours first .. last-1, of which `window` is where the first one's window
+ * starts. */
+template <int kernel>
+__device__ __forceinline__ void build_plain(const select_task &t, select_state &s, uint32_t first,
+                                            uint32_t last, const float *window, unsigned *keys)
+{
+#pragma unroll 1
+    for (uint32_t i = 4 * threadIdx.x; first + i < last; i += 4 * blockDim.x) {
+        const uint4 key = select_plain_keys<kernel>(t, first + i, window + i);
+        *reinterpret_cast<uint4 *>(keys + i) = key;
+        select_count_four(s.histogram, key);
+    }
+}
+
+/* Those of any tokens first .. last-1, which end in whole fours; past the end of the unit they are
+ * 0. */
+static __device__ __noinline__ void build_any(select_state &s, uint32_t first, uint32_t last,
+                                              const float *window, unsigned *keys)
+{
+    for (uint32_t i = threadIdx.x; first + i < last; i += blockDim.x) {
+        const unsigned key = first + i < s.task.n ? select_any_key(s.task, first + i, window + i)
+                                                  : 0;
+        keys[i] = key;
+        if (key != 0)
+            atomicAdd(s.histogram + select_window_bin(key), 1u);
+    }
 }
 
 /* Pools the part's tokens, stores their keys and counts their first digits. `stage` holds
- * pool_tokens scores and a window's margins. */
-__device__ void build_keys(const select_task &t, select_state &s, const select_part &p,
-                           uint32_t pool_tokens, float *stage)
+ * pool_tokens scores and a window's margins; where it has all raw scores they are left there. */
+__device__ __forceinline__ void build_keys(const select_task &t, select_state &s, select_part &p,
+                                           uint32_t pool_tokens, float *stage)
 {
-    const int half = static_cast<int>(t.kernel / 2);
-    const int margin = (half + 3) & ~3; /* so that loads stay aligned to 16 bytes */
+    const uint32_t half = t.kernel / 2;
+    const uint32_t margin = (half + 3) & ~3; /* so that loads stay aligned to 16 bytes */
+    const plain_range plain = plain_of(t, p);
+    if (p.end - p.begin <= pool_tokens && p.begin >= t.scope_begin && p.end <= t.scope_end) {
+        p.raw = stage + margin;
+        p.raw_first = p.begin;
+    }
+#pragma unroll 1
     for (uint32_t first = p.begin; first < p.end; first += pool_tokens) {
-        const int count = static_cast<int>(min(p.end - first, pool_tokens));
-        const int staged = ((count + 3) & ~3) + 2 * margin;
-        __syncthreads();
-        for (int i = 4 * threadIdx.x; i < staged; i += 4 * blockDim.x)
-            stage_scores(t, static_cast<int>(first) - margin + i, stage + i);
+        const uint32_t last = min((p.end + 3) & ~3u, first + pool_tokens);
+        const uint32_t staged = last - first + 2 * margin;
+        if (first > p.begin)
+            __syncthreads();
+#pragma unroll 1
+        for (uint32_t i = 4 * threadIdx.x; i < staged; i += 4 * blockDim.x) {
+            const int token = static_cast<int>(first + i) - static_cast<int>(margin);
+            if (t.rows)
+                stage_means(s.task, token, stage + i);
+            else
+                stage_scores(t, token, stage + i);
+        }
         __pipeline_commit();
         __pipeline_wait_prior(0);
         __syncthreads();
-        const float *window = stage + (margin - half);
+        const float *window = stage + (margin - half); /* of token `first` */
         unsigned *keys = p.keys + (first - p.begin);
-        /* Most tokens are plain: two loops, so that the call does not burden the first. */
-        for (int i = 4 * threadIdx.x; i < count; i += 4 * blockDim.x)
-            if (is_plain(t, first + i)) {
-                const uint4 key = select_plain_keys(window + i);
-                *reinterpret_cast<uint4 *>(keys + i) = key;
-                select_count_four(s.histogram, key);
-            }
-        if (first >= t.plain_begin && first + ((count + 3) & ~3) <= t.plain_end)
-            continue;
-        for (int i = 4 * threadIdx.x; i < count; i += 4 * blockDim.x)
-            if (!is_plain(t, first + i)) {
-                const uint4 key = select_any_keys(s.task, first + i, window + i);
-                *reinterpret_cast<uint4 *>(keys + i) = key;
-                select_count_four(s.histogram, key);
-            }
+        const uint32_t from = min(max(first, plain.begin), last);
+        const uint32_t to = max(from, min(last, plain.end));
+        if (t.plain == 11)
+            build_plain<11>(t, s, from, to, window + (from - first), keys + (from - first));
+        else if (t.plain == 7)
+            build_plain<7>(t, s, from, to, window + (from - first), keys + (from - first));
+        else if (t.plain == 5)
+            build_plain<5>(t, s, from, to, window + (from - first), keys + (from - first));
+        else if (t.plain == 1)
+            build_plain<1>(t, s, from, to, window + (from - first), keys + (from - first));
+        if (from > first)
+            build_any(s, first, from, window, keys);
+        if (to < last)
+            build_any(s, to, last, window + (to - first), keys + (to - first));
     }
 }
 
 /* ---- writing ---- */
 
 /* Which of tokens i .. i+3 are kept, one bit each: those whose keys are not below `lowest`. */
-__device__ unsigned kept_of_four(const select_part &p, uint32_t i, unsigned lowest)
+__device__ __forceinline__ unsigned kept_of_four(const select_part &p, uint32_t i, unsigned lowest)
 {
     if (i >= p.end)
         return 0;
@@ -92,55 +169,102 @@ __device__ unsigned kept_of_four(const select_part &p, uint32_t i, unsigned lowe
            (key.w >= lowest ? 8 : 0);
 }
 
-/* Writes the kept indices in order: each warp owns a run of tokens, each lane four at a time. */
+/* Writes the kept indices in order: each warp owns a run of tokens, each lane four at a time. What
+ * is kept of the first eight fours is remembered from counting. */
 template <int threads, bool crews>
-__device__ void write_kept(const select_crew &crew, select_state &s, const select_part &p)
+__device__ __forceinline__ void write_kept(const select_crew &crew, select_state &s,
+                                           const select_part &p)
 {
     constexpr int n_warps = threads / 32;
+    constexpr uint32_t remembered = 8 * 128;
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const uint32_t run = ((p.end - p.begin + n_warps - 1) / n_warps + 127) & ~127u;
     const uint32_t from = min(p.end, p.begin + warp * run);
-    const uint32_t to = min(p.end, from + run);
+    const uint32_t length = min(p.end - from, run);
     const unsigned lowest = max(s.cut.key, 1u); /* padding and what is behind the cut have 0 */
 
     unsigned count = 0;
-    for (uint32_t i = from + 4 * lane; i < to; i += 128)
-        count += __popc(kept_of_four(p, i, lowest));
+    unsigned bits = 0; /* the last four are the first */
+#pragma unroll 1
+    for (uint32_t at = 0; at < length; at += 128) {
+        const unsigned kept = kept_of_four(p, from + at + 4 * lane, lowest);
+        count += __popc(kept);
+        if (at < remembered)
+            bits |= kept << (at / 32);
+    }
     count = __reduce_add_sync(~0u, count);
     if (lane == 0)
         s.warp_counts[warp] = count;
     __syncthreads();
-    const unsigned of_lane = lane < n_warps ? s.warp_counts[lane] : 0;
-    unsigned at = __reduce_add_sync(~0u, lane < warp ? of_lane : 0);
-#if __CUDA_ARCH__ >= 900
+    if (count == 0)
+        return;
+    unsigned before = __reduce_add_sync(~0u, lane < warp ? s.warp_counts[lane] : 0);
     if (crews && crew.size > 1)
-        at += crew_prefix(crew, s.box, __reduce_add_sync(~0u, of_lane));
-#endif
+        before += s.ahead;
     int32_t *const out = s.task.keep_out;
     const uint32_t keep = s.task.keep;
-    const uint32_t first_index = s.task.first_index;
-    for (uint32_t first = from; first < to; first += 128) {
-        const uint32_t i = first + 4 * lane;
-        const unsigned kept = kept_of_four(p, i, lowest);
-        const unsigned mine = __popc(kept);
-        unsigned upto = mine;
-        for (int step = 1; step < 32; step <<= 1) {
-            const unsigned lower = __shfl_up_sync(~0u, upto, step);
-            upto += lane >= step ? lower : 0;
+    const uint32_t heads = s.task.heads;
+    const uint32_t first_index = s.task.first_index + from + 4 * lane;
+    const unsigned lower_lanes = (1u << lane) - 1;
+#pragma unroll 1
+    for (uint32_t at = 0; at < length; at += 128) {
+        const unsigned kept = at < remembered ? bits >> (at / 32) & 15
+                                              : kept_of_four(p, from + at + 4 * lane, lowest);
+        unsigned to = before;
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+            const unsigned lanes = __ballot_sync(~0u, kept >> q & 1);
+            to += __popc(lanes & lower_lanes);
+            before += __popc(lanes);
         }
-        unsigned to_write = at + upto - mine;
+#pragma unroll
         for (int q = 0; q < 4; q++)
-            if ((kept >> q & 1) && to_write < keep) /* always below, if scores are numbers */
-                out[to_write++] = static_cast<int32_t>(first_index + i + q);
-        at += __shfl_sync(~0u, upto, 31);
+            if ((kept >> q & 1) && to < keep) { /* always below, if scores are numbers */
+#pragma unroll 1
+                for (uint32_t h = 0; h < heads; h++)
+                    out[h * keep + to] = static_cast<int32_t>(first_index + at + q);
+                to++;
+            }
+    }
+}
+
+/* ---- two stages ---- */
+
+/* What the first stage keeps, those whose keys are not below the cut's, becomes safe; keys become
+ * those of the second stage, and their first digits are counted. 0 ties with the cut. */
+static __device__ __noinline__ void begin_second_stage(select_state &s, select_part p)
+{
+    const unsigned cut = s.cut.key;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        s.cut = {0, 0, 0, select_no_index, {0, 0, 0}};
+        s.n_mine = 0;
+        s.n_ranked = 0;
+        s.ahead = 0;
+        s.task.second = 1;
+    }
+    for (int i = threadIdx.x; i < select_bins; i += blockDim.x)
+        s.histogram[i] = 0;
+    __syncthreads();
+    for (uint32_t i = p.begin + threadIdx.x; i < p.end; i += blockDim.x) {
+        const unsigned first = p.keys[i - p.begin];
+        const unsigned known = first != 0 ? first : cut;
+        const bool is_protected = known & 0x80000000u;
+        const bool is_safe = is_protected || (cut != 0 && first >= cut);
+        const float pooled = __uint_as_float(is_protected ? known & 0x7fffffffu : known - 2);
+        const unsigned bits = select_raw_bits((pooled + 1e-4f) *
+                                              (s.task.weight ? s.task.weight[i] : 1.0f));
+        const unsigned key = is_safe ? 0x80000000u | bits : bits + 2;
+        p.keys[i - p.begin] = key;
+        atomicAdd(s.histogram + select_window_bin(key), 1u);
     }
 }
 
 /* ---- the kernel ---- */
 
 /* What is known only after scoring; by one thread. */
-__device__ void finish_task(select_task &t)
+__device__ __noinline__ void finish_task(select_task &t)
 {
     if (t.mask)
         t.lone_key = dkv_cu_lone_key(t.mask, t.n, t.window);
@@ -148,32 +272,47 @@ __device__ void finish_task(select_task &t)
         t.descale = ldexpf(1.0f, -*t.exponent);
 }
 
-/* Dynamic shared memory: the state, in a cluster the exchange, then pool_tokens scores with a
- * window's margins, then the keys of the block's part (unless they are in task.keys). */
+/* Which unit, and as which member of which crew. Without seats the units follow each other, a
+ * cluster each. */
+__device__ __forceinline__ select_seat seat_of(const select_seat *seats, uint32_t cluster)
+{
+    if (seats)
+        return seats[blockIdx.x];
+    return {blockIdx.x >> (31 - __clz(cluster)), static_cast<uint16_t>(blockIdx.x & (cluster - 1)),
+            static_cast<uint16_t>(cluster)};
+}
+
+/* Dynamic shared memory: the state, in a cluster the exchange with a list of `listed`, then
+ * pool_tokens scores with a window's margins, then the keys of the block's part (unless they are in
+ * task.keys). */
 template <int threads, bool crews>
 __global__ void __launch_bounds__(threads, 1024 / threads)
     select_tokens(const select_task *tasks, const select_seat *seats, uint32_t cluster,
-                  uint32_t pool_tokens)
+                  uint32_t pool_tokens, uint32_t listed)
 {
     extern __shared__ __align__(16) unsigned char memory[];
     select_state &s = *reinterpret_cast<select_state *>(memory);
-    float *stage = crews ? reinterpret_cast<float *>(&select_exchange_of(s) + 1)
-                         : reinterpret_cast<float *>(&s + 1);
-    const select_seat seat = seats[blockIdx.x];
+    float *stage = reinterpret_cast<float *>(memory + sizeof(select_state) +
+                                             (crews ? select_exchange_bytes(listed) : 0));
+    const select_seat seat = seat_of(seats, cluster);
     if (seat.size == 0)
         return;
     const uint32_t log_size = 31 - __clz(seat.size);
     const select_crew crew = {seat.size, log_size, seat.rank,
                               (blockIdx.x & (cluster - 1)) - seat.rank};
-    static_assert(sizeof(select_task) % 4 == 0 && sizeof(select_task) <= 128, "a word a lane");
+    static_assert(sizeof(select_task) % 4 == 0 && sizeof(select_task) / 4 <= threads,
+                  "a word each");
     if (threadIdx.x < sizeof(select_task) / 4)
         reinterpret_cast<uint32_t *>(&s.task)[threadIdx.x] = reinterpret_cast<const uint32_t *>(
             tasks + seat.task)[threadIdx.x];
+#pragma unroll 1
     for (int i = threadIdx.x; i < select_bins / 4; i += threads)
         reinterpret_cast<uint4 *>(s.histogram)[i] = {0, 0, 0, 0};
     if (threadIdx.x == 0) {
         s.cut = {0, 0, 0, select_no_index, {0, 0, 0}};
         s.n_mine = 0;
+        s.n_ranked = 0;
+        s.ahead = 0;
     }
 #if __CUDA_ARCH__ >= 900
     if (crews)
@@ -187,15 +326,39 @@ __global__ void __launch_bounds__(threads, 1024 / threads)
     p.end = min(t.n, p.begin + share);
     p.keys = t.keys ? t.keys + p.begin
                     : reinterpret_cast<uint32_t *>(stage + pool_tokens + DKV_KERNEL_MAX + 1);
+    p.raw = t.scores;
+    p.raw_first = 0;
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize(); /* all above was there before scoring began */
+#endif
+    if (threadIdx.x == 0 && (t.mask || t.scores_out))
+        finish_task(s.task); /* seen after the first barrier */
+    build_keys(t, s, p, pool_tokens, stage);
 #if __CUDA_ARCH__ >= 900
     if (crews)
         crew_meet();
-    cudaGridDependencySynchronize(); /* all above was there before scoring began */
 #endif
-    if (threadIdx.x == 0)
-        finish_task(s.task); /* seen after the first barrier */
-    build_keys(t, s, p, pool_tokens, stage);
-    select_find_cut<threads, crews>(crew, s, p);
+    select_parity parity = {0, 0, 0};
+    bool stages = t.two_stages;
+#pragma unroll 1
+    for (;;) {
+        const unsigned wanted = stages ? t.keep / 2 : t.keep;
+        if (wanted > 0)
+            select_find_cut<threads, crews>(crew, s, p, wanted, listed, parity);
+        if (!stages)
+            break;
+#if __CUDA_ARCH__ >= 900
+        if (crews && crew.size > 1) {
+            crew_wait_for_all(crew, s.box, parity.here);
+            parity.here ^= 1;
+        }
+#endif
+        begin_second_stage(s, p);
+        p.raw = nullptr;
+        stages = false;
+    }
+    for (uint32_t h = threadIdx.x; t.counts_out && crew.rank == 0 && h < t.heads; h += threads)
+        t.counts_out[h] = t.keep;
     write_kept<threads, crews>(crew, s, p);
 }
 

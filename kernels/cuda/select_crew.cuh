@@ -7,8 +7,9 @@
  *
  * Nothing is overwritten that somebody still reads: a block sends its part of round r + 1 only
  * after it has everything of round r, which the others sent after they had read what they got
- * before. After the last exchange (crew_prefix) nothing is under way to a block that has returned
- * from it, so it may exit.
+ * before. The list of candidates takes the place of the slices: who sends candidates has all
+ * totals, and so all blocks have read their slices. A block has waited for everything that is sent
+ * to it before it exits.
  *
  * Devices without clusters have crews of one, and none of this.
  */
@@ -16,7 +17,6 @@
 #define DKV_KERNELS_CUDA_SELECT_CREW_CUH
 
 #include <stdint.h>
-
 constexpr int select_log_threads = 9;
 constexpr int select_threads = 1 << select_log_threads; /* of a block in a crew of several */
 constexpr int select_bins = 4 * select_threads;
@@ -30,29 +30,32 @@ struct select_crew {
     uint32_t first; /* rank of the crew's first block in the cluster */
 };
 
-/* A token in full, as it travels between blocks. */
-struct alignas(16) select_candidate {
-    unsigned long long second;
+/* Which phase of each barrier of the mailbox is the next. */
+struct select_parity {
+    uint32_t totals, list, here;
+};
+
+/* A token as it travels between blocks. */
+struct alignas(16) select_listing {
     unsigned key;
     unsigned raw;
     unsigned index;
-    unsigned unused[3];
+    unsigned unused;
 };
 
-/* What the other blocks write to. */
 struct alignas(16) select_mailbox {
-    select_candidate ranked[select_ranked]; /* of the whole crew, in any order */
-    unsigned n_ranked;                      /* of rank 0: room in `ranked` taken */
-    unsigned counts[select_crew_max];
-    unsigned long long slices_full, total_full, ranked_full, counts_full; /* mbarriers */
+    unsigned long long slices_full, totals_full, list_full, here_full; /* mbarriers */
+    unsigned here[select_crew_max];
 };
 
-/* The same, where crews have several blocks. */
+/* What the other blocks write to, where crews have several. The list goes on behind it, as far as
+ * the launch has room. */
 struct alignas(16) select_exchange {
-    unsigned slices[select_bins + 4 * select_crew_max]; /* this block's bins, from every rank */
+    unsigned totals[select_bins]; /* the crew's histogram */
+    unsigned before[select_bins]; /* of it, what ranks before this one have */
     union {
-        unsigned total[select_bins];          /* the crew's histogram; after the last round */
-        select_candidate mine[select_ranked]; /* this block's candidates */
+        unsigned slices[select_bins + 4 * select_crew_max]; /* this block's bins, of every rank */
+        select_listing list[1];                             /* of the whole crew */
     };
 };
 
@@ -119,18 +122,18 @@ __device__ inline void select_await(const unsigned long long *full, uint32_t par
 __device__ inline void crew_open(const select_crew &crew, select_mailbox &box)
 {
     if (threadIdx.x == 0) {
-        box.n_ranked = 0;
         for (const unsigned long long *full :
-             {&box.slices_full, &box.total_full, &box.ranked_full, &box.counts_full})
+             {&box.slices_full, &box.totals_full, &box.list_full, &box.here_full})
             asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(select_address(full))
                          : "memory");
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         select_expect(&box.slices_full, select_bins * sizeof(unsigned));
-        select_expect(&box.total_full, select_bins * sizeof(unsigned));
-        select_expect(&box.counts_full, crew.size * sizeof(unsigned));
+        select_expect(&box.totals_full, 2 * select_bins * sizeof(unsigned));
+        select_expect(&box.here_full, crew.size * sizeof(unsigned));
     }
     __syncwarp();
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    /* Relaxed: the fence above is for the mailbox, and there is nothing else to see. */
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
 /* Then, before the first exchange: everybody's mailbox is open. */
@@ -140,11 +143,12 @@ __device__ inline void crew_meet(void)
 }
 
 /* Adds up the crew's histograms, of which each thread gives four bins, from 4 * mine_at on: first
- * each block its slice of the bins, then everybody all slices. Afterwards exchange.total is there.
- */
+ * each block its slice of the bins, then everybody all slices. Afterwards exchange.totals is there,
+ * and exchange.before. What a warp sends at once goes to one place: 16 bytes here and there take
+ * several times as long. `outbox` has room for all bins; it is cleared. */
 __device__ inline void crew_add_histograms(const select_crew &crew, select_mailbox &box,
                                            select_exchange &exchange, const uint4 &mine,
-                                           uint32_t mine_at, uint32_t parity)
+                                           uint32_t mine_at, uint4 *outbox, uint32_t parity)
 {
     const uint32_t fours = select_threads >> crew.log_size; /* of a slice */
     const uint32_t stride = 4 * fours + 4; /* so that ranks differ in their banks */
@@ -152,59 +156,71 @@ __device__ inline void crew_add_histograms(const select_crew &crew, select_mailb
     select_send(crew, owner, exchange.slices + crew.rank * stride + (mine_at & (fours - 1)) * 4,
                 mine, &box.slices_full);
 
-    const uint32_t four = threadIdx.x >> crew.log_size;
-    const uint32_t rank = threadIdx.x & (crew.size - 1);
+    uint32_t four = threadIdx.x >> crew.log_size;
+    uint32_t rank = threadIdx.x & (crew.size - 1);
     select_await(&box.slices_full, parity);
-    uint4 sum = *reinterpret_cast<const uint4 *>(exchange.slices + rank * stride + four * 4);
+    const uint4 own = *reinterpret_cast<const uint4 *>(exchange.slices + rank * stride + four * 4);
     if (threadIdx.x == 0)
         select_expect(&box.slices_full, select_bins * sizeof(unsigned)); /* of the next round */
+    uint4 upto = own; /* of ranks up to this one */
+#pragma unroll 1
     for (uint32_t step = 1; step < crew.size; step *= 2) {
-        sum.x += __shfl_xor_sync(~0u, sum.x, step);
-        sum.y += __shfl_xor_sync(~0u, sum.y, step);
-        sum.z += __shfl_xor_sync(~0u, sum.z, step);
-        sum.w += __shfl_xor_sync(~0u, sum.w, step);
+        const bool more = rank >= step;
+        const unsigned x = __shfl_up_sync(~0u, upto.x, step, crew.size);
+        const unsigned y = __shfl_up_sync(~0u, upto.y, step, crew.size);
+        const unsigned z = __shfl_up_sync(~0u, upto.z, step, crew.size);
+        const unsigned w = __shfl_up_sync(~0u, upto.w, step, crew.size);
+        upto.x += more ? x : 0;
+        upto.y += more ? y : 0;
+        upto.z += more ? z : 0;
+        upto.w += more ? w : 0;
     }
-    select_send(crew, rank, exchange.total + (crew.rank * fours + four) * 4, sum, &box.total_full);
-    select_await(&box.total_full, parity);
-    if (threadIdx.x == 0)
-        select_expect(&box.total_full, select_bins * sizeof(unsigned));
-}
-
-/* Brings `n` candidates of this block to every block of the crew, which together have `all`. */
-__device__ inline void crew_share_candidates(const select_crew &crew, select_mailbox &box,
-                                             const select_candidate *mine, unsigned n, unsigned all,
-                                             unsigned *place)
-{
-    if (threadIdx.x == 0) {
-        select_expect(&box.ranked_full, all * sizeof(select_candidate));
-        unsigned at;
-        asm volatile("atom.relaxed.cluster.shared::cluster.add.u32 %0, [%1], %2;"
-                     : "=r"(at)
-                     : "r"(select_address_in(crew, 0, &box.n_ranked)), "r"(n)
-                     : "memory");
-        *place = at;
-    }
+    uint4 *totals = reinterpret_cast<uint4 *>(exchange.totals) + crew.rank * fours;
+    uint4 *before = reinterpret_cast<uint4 *>(exchange.before) + crew.rank * fours;
+    __syncthreads(); /* the outbox is no histogram any more */
+    if (rank == crew.size - 1)
+        totals[four] = upto;
+    outbox[rank * fours + (four ^ (rank & (fours - 1)))] = {upto.x - own.x, upto.y - own.y,
+                                                            upto.z - own.z, upto.w - own.w};
     __syncthreads();
-    const unsigned first = *place;
-    for (unsigned i = threadIdx.x; i < n << crew.log_size; i += select_threads) {
-        const unsigned which = i >> crew.log_size;
-        const unsigned rank = i & (crew.size - 1);
-        const uint4 *words = reinterpret_cast<const uint4 *>(mine + which);
-        const uint4 *to = reinterpret_cast<const uint4 *>(box.ranked + first + which);
-        select_send(crew, rank, to, words[0], &box.ranked_full);
-        select_send(crew, rank, to + 1, words[1], &box.ranked_full);
-    }
-    select_await(&box.ranked_full, 0);
+    rank = threadIdx.x >> (select_log_threads - crew.log_size); /* whole warps to each */
+    four = threadIdx.x & (fours - 1);
+    uint4 *out = outbox + rank * fours + (four ^ (rank & (fours - 1)));
+    select_send(crew, rank, totals + four, totals[four], &box.totals_full);
+    select_send(crew, rank, before + four, *out, &box.totals_full);
+    *out = {0, 0, 0, 0};
+    select_await(&box.totals_full, parity);
+    if (threadIdx.x == 0)
+        select_expect(&box.totals_full, 2 * select_bins * sizeof(unsigned));
 }
 
-/* Sum of the counts of the blocks before this one; every warp gets it. `count` is warp 0's. */
-__device__ inline unsigned crew_prefix(const select_crew &crew, select_mailbox &box, unsigned count)
+/* Brings listings first .. first + n - 1 of the list, which are this block's, to every block of the
+ * crew; together they have `all`. */
+__device__ inline void crew_share_list(const select_crew &crew, select_mailbox &box,
+                                       const select_listing *list, unsigned first, unsigned n,
+                                       unsigned all, uint32_t parity)
 {
+    const unsigned each = select_threads >> crew.log_size; /* threads for a rank: whole warps */
+    const unsigned rank = threadIdx.x >> (select_log_threads - crew.log_size);
+    if (threadIdx.x == 0)
+        select_expect(&box.list_full, (all - n) * sizeof(select_listing));
+    if (rank != crew.rank)
+        for (unsigned i = threadIdx.x & (each - 1); i < n; i += each)
+            select_send(crew, rank, list + first + i,
+                        *reinterpret_cast<const uint4 *>(list + first + i), &box.list_full);
+    select_await(&box.list_full, parity);
+}
+
+/* Every block of the crew has read what it got. */
+__device__ __noinline__ static void crew_wait_for_all(const select_crew &crew, select_mailbox &box,
+                                                      uint32_t parity)
+{
+    __syncthreads();
     if (threadIdx.x < crew.size)
-        select_send(crew, threadIdx.x, box.counts + crew.rank, count, &box.counts_full);
-    select_await(&box.counts_full, 0);
-    const uint32_t lane = threadIdx.x % 32;
-    return __reduce_add_sync(~0u, lane < crew.rank ? box.counts[lane] : 0);
+        select_send(crew, threadIdx.x, box.here + crew.rank, 1, &box.here_full);
+    select_await(&box.here_full, parity);
+    if (threadIdx.x == 0)
+        select_expect(&box.here_full, crew.size * sizeof(unsigned));
 }
 
 #endif

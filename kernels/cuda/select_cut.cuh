@@ -3,7 +3,8 @@
  * The numbers that order tokens (select_keys.cuh) are looked at 11 bits a round, the highest first:
  * a histogram of those bits, over the tokens that share all bits decided so far, says which bin
  * the k-th best is in. That goes on until the bin is kept as a whole, or until the tokens in it are
- * few: those are then ranked against each other. Padding is in no histogram.
+ * so few that every block of the crew gets a list of them (select_list.cuh) and needs the others no
+ * more. Padding is in no histogram.
  */
 #ifndef DKV_KERNELS_CUDA_SELECT_CUT_CUH
 #define DKV_KERNELS_CUDA_SELECT_CUT_CUH
@@ -15,21 +16,35 @@ constexpr unsigned select_no_index = 0x3fffffu; /* behind all tokens */
 
 /* One block's share of a unit: tokens begin..end-1 and their keys. */
 struct select_part {
-    uint32_t *keys; /* padded to whole fours */
+    uint32_t *keys;   /* padded to whole fours */
+    const float *raw; /* scores from token raw_first on; NULL: they do not count */
+    uint32_t raw_first;
     uint32_t begin;
     uint32_t end;
+};
+
+/* A token in full. */
+struct alignas(16) select_candidate {
+    unsigned long long second;
+    unsigned key;
+    unsigned raw;
+    unsigned index;
+    unsigned unused[3];
 };
 
 /* In shared memory, followed by a select_exchange if the launch has clusters. */
 struct alignas(16) select_state {
     select_mailbox box;
     unsigned histogram[select_bins]; /* of this block */
-    unsigned n_mine;
-    unsigned place;
+    select_candidate ranked[select_ranked];
+    unsigned n_mine;   /* of this block in the list */
+    unsigned n_ranked; /* candidates so far */
+    unsigned ahead;    /* tokens that blocks of lower ranks keep */
     unsigned warp_counts[select_threads / 32];
     unsigned bin;
-    unsigned above; /* tokens in higher bins */
-    unsigned inside;
+    unsigned above;       /* tokens in higher bins */
+    unsigned inside;      /* and in it */
+    unsigned first;       /* how many of those are of lower ranks */
     select_candidate cut; /* what of it is decided so far; at first 0, 0, 0, select_no_index */
     select_task task;     /* for functions out of line */
 };
@@ -46,14 +61,16 @@ struct select_digit {
     int number; /* 0 key, 1 second, 2 raw, 3 index */
     int shift;
     int width;
+    bool window;
 };
 
 constexpr int select_window_shift = 19;
 constexpr int select_window_base = 98 * 16;
 enum { select_round_window = 0, select_round_whole = 3, select_round_ties = 6, select_rounds = 17 };
 __device__ constexpr select_digit select_tie_digits[select_rounds - select_round_ties] = {
-    {1, 53, 11}, {1, 42, 11}, {1, 31, 11}, {1, 20, 11}, {1, 9, 11}, {1, 0, 9},
-    {2, 20, 11}, {2, 9, 11},  {2, 0, 9},   {3, 11, 11}, {3, 0, 11}};
+    {1, 53, 11, false}, {1, 42, 11, false}, {1, 31, 11, false}, {1, 20, 11, false},
+    {1, 9, 11, false},  {1, 0, 9, false},   {2, 20, 11, false}, {2, 9, 11, false},
+    {2, 0, 9, false},   {3, 11, 11, false}, {3, 0, 11, false}};
 
 /* Those of the key are made up: a table would have to be fetched. */
 __device__ inline select_digit select_digit_of(int round)
@@ -61,8 +78,12 @@ __device__ inline select_digit select_digit_of(int round)
     if (round >= select_round_ties)
         return select_tie_digits[round - select_round_ties];
     if (round >= select_round_whole)
-        return {0, round == 3 ? 21 : round == 4 ? 10 : 0, round == 5 ? 10 : 11};
-    return {0, round == 0 ? select_window_shift : round == 1 ? 8 : 0, round == 2 ? 8 : 11};
+        return {0, round == 3 ? 21 : round == 4 ? 10 : 0, round == 5 ? 10 : 11, false};
+    return {0,
+            round == 0   ? select_window_shift
+            : round == 1 ? 8
+                         : 0,
+            round == 2 ? 8 : 11, round == 0};
 }
 
 __device__ inline unsigned select_window_bin(unsigned key)
@@ -94,7 +115,7 @@ __device__ inline unsigned long long select_number(const select_task &t, int num
     switch (number) {
     case 0: return key;
     case 1: return select_second(t, i);
-    case 2: return select_raw_bits(t.scores[i]);
+    case 2: return select_raw_of(t, i);
     default: return ~i & select_no_index;
     }
 }
@@ -125,13 +146,20 @@ __device__ __forceinline__ void select_for_matching(const select_state &s, const
 {
     const unsigned want = s.cut.key;
     const unsigned mask = below < 32 ? ~0u << below : 0;
+#pragma unroll 1
     for (uint32_t i = p.begin + 4 * threadIdx.x; i < p.end; i += 4 * blockDim.x) {
-        const uint4 four = *reinterpret_cast<const uint4 *>(p.keys + (i - p.begin));
-        const unsigned key[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-        for (int q = 0; q < 4; q++)
-            if (((key[q] ^ want) & mask) == 0 && key[q] != 0)
-                use(key[q], i + q);
+        const unsigned *keys = p.keys + (i - p.begin);
+        const uint4 four = *reinterpret_cast<const uint4 *>(keys);
+        unsigned matching = (((four.x ^ want) & mask) == 0 && four.x != 0 ? 1 : 0) |
+                            (((four.y ^ want) & mask) == 0 && four.y != 0 ? 2 : 0) |
+                            (((four.z ^ want) & mask) == 0 && four.z != 0 ? 4 : 0) |
+                            (((four.w ^ want) & mask) == 0 && four.w != 0 ? 8 : 0);
+#pragma unroll 1
+        while (matching) { /* few, as a rule: the code should be short */
+            const unsigned q = __ffs(matching) - 1;
+            matching &= matching - 1;
+            use(keys[q], i + q);
+        }
     }
 }
 
@@ -185,11 +213,25 @@ static __device__ __noinline__ void select_decide_tie(select_candidate &cut, sel
         cut.index &= ~static_cast<unsigned>(bits);
 }
 
-/* Finds the bin that holds the `wanted`-th best token: s.bin, and how many tokens are s.above and
- * s.inside. Clears the histogram. */
+/* The cut's bits of digit d are the bin, unless that is what lies outside of the window. */
+__device__ __forceinline__ void select_decide(select_candidate &cut, const select_digit &d,
+                                              unsigned bin)
+{
+    if (d.number > 0)
+        select_decide_tie(cut, d, bin);
+    else if (!d.window)
+        cut.key |= bin << d.shift;
+    else if (bin > 0 && bin < select_bins - 1)
+        cut.key = (bin + select_window_base) << d.shift;
+}
+
+/* Finds the bin that holds the `wanted`-th best token of those counted by digit d, by this block or
+ * by the crew: s.bin, how many tokens are s.above and s.inside, and the cut's bits. Clears the
+ * histogram. */
 template <int threads, bool crews>
-__device__ void select_find_bin(const select_crew &crew, select_state &s, unsigned wanted,
-                                uint32_t parity)
+__device__ __forceinline__ void select_find_bin(const select_crew &crew, select_state &s,
+                                                const select_digit &d, unsigned wanted,
+                                                bool by_crew, uint32_t parity)
 {
     constexpr int per = select_bins / threads; /* bins a thread */
     const int lane = threadIdx.x % 32;
@@ -201,12 +243,14 @@ __device__ void select_find_bin(const select_crew &crew, select_state &s, unsign
 #pragma unroll
     for (int b = 0; b < per / 4; b++) {
         bins[b] = own[b];
-        own[b] = {0, 0, 0, 0};
+        if (!crews || !by_crew)
+            own[b] = {0, 0, 0, 0};
     }
 #if __CUDA_ARCH__ >= 900
-    if (crews && crew.size > 1) {
-        crew_add_histograms(crew, s.box, select_exchange_of(s), bins[0], first / 4, parity);
-        bins[0] = *reinterpret_cast<const uint4 *>(select_exchange_of(s).total + first);
+    if (crews && by_crew) {
+        crew_add_histograms(crew, s.box, select_exchange_of(s), bins[0], first / 4,
+                            reinterpret_cast<uint4 *>(s.histogram), parity);
+        bins[0] = *reinterpret_cast<const uint4 *>(select_exchange_of(s).totals + first);
     }
 #endif
     unsigned sum = 0;
@@ -214,6 +258,7 @@ __device__ void select_find_bin(const select_crew &crew, select_state &s, unsign
     for (int b = 0; b < per / 4; b++)
         sum += bins[b].x + bins[b].y + bins[b].z + bins[b].w;
     unsigned upto = sum; /* of this warp's bins up to this lane's */
+#pragma unroll
     for (int step = 1; step < 32; step <<= 1) {
         const unsigned lower = __shfl_up_sync(~0u, upto, step);
         upto += lane >= step ? lower : 0;
@@ -241,156 +286,58 @@ __device__ void select_find_bin(const select_crew &crew, select_state &s, unsign
         s.bin = bin;
         s.above = above;
         s.inside = inside;
+        s.first = crews && by_crew ? select_exchange_of(s).before[bin] : 0;
+        select_decide(s.cut, d, bin);
     }
     __syncthreads();
 }
 
+/* Adds to s.ahead what lower ranks have in bins from `lowest` on. */
+__device__ inline void select_add_ahead(select_state &s, unsigned lowest)
+{
+    const unsigned first = 4 * threadIdx.x;
+    const uint4 before = *reinterpret_cast<const uint4 *>(select_exchange_of(s).before + first);
+    unsigned sum = first >= lowest ? before.x : 0;
+    sum += first + 1 >= lowest ? before.y : 0;
+    sum += first + 2 >= lowest ? before.z : 0;
+    sum += first + 3 >= lowest ? before.w : 0;
+    sum = __reduce_add_sync(~0u, sum);
+    if (threadIdx.x % 32 == 0 && sum > 0)
+        atomicAdd(&s.ahead, sum);
+}
+
+/* Without branches. */
 __device__ inline bool select_better(const select_candidate &a, const select_candidate &b)
 {
-    if (a.key != b.key)
-        return a.key > b.key;
-    if (a.second != b.second)
-        return a.second > b.second;
-    return a.raw != b.raw ? a.raw > b.raw : a.index < b.index;
+    const unsigned long long first[2] = {
+        static_cast<unsigned long long>(a.key) << 32 | a.second >> 32,
+        static_cast<unsigned long long>(b.key) << 32 | b.second >> 32};
+    const unsigned long long rest[2] = {a.second << 32 | a.raw, b.second << 32 | b.raw};
+    return (first[0] > first[1]) |
+           ((first[0] == first[1]) &
+            ((rest[0] > rest[1]) | ((rest[0] == rest[1]) & (a.index < b.index))));
 }
 
-static __device__ __noinline__ void select_list_ties(select_state &s, select_part p, select_digit d,
-                                                     select_candidate *to)
+/* A token whose key is `key`, in full. */
+__device__ inline select_candidate select_candidate_of(const select_state &s, unsigned key,
+                                                       unsigned raw, unsigned index)
 {
-    select_for_ties(s, p, d.number, d.shift, [&](unsigned key, uint32_t i) {
-        const unsigned at = atomicAdd(&s.n_mine, 1u);
-        to[at].key = key;
-        to[at].index = i;
-    });
-}
-
-/* Collects the crew's `all` tokens that agree up to digit d in every block's box.ranked. */
-template <bool crews>
-__device__ void select_gather(const select_crew &crew, select_state &s, const select_part &p,
-                              const select_digit &d, unsigned all)
-{
-    const bool several = crews && crew.size > 1;
-    select_candidate *to = several ? select_exchange_of(s).mine : s.box.ranked;
-    if (d.number == 0)
-        select_for_matching(s, p, d.shift, [&](unsigned key, uint32_t i) {
-            const unsigned at = atomicAdd(&s.n_mine, 1u);
-            to[at].key = key;
-            to[at].index = i;
-        });
-    else
-        select_list_ties(s, p, d, to);
-    __syncthreads();
-    if (threadIdx.x < s.n_mine) {
-        select_candidate &mine = to[threadIdx.x];
-        mine.raw = select_raw_bits(s.task.scores[mine.index]);
-        mine.second = select_has_second(s.task) ? select_second(s.task, mine.index) : 0;
-    }
-    __syncthreads();
-#if __CUDA_ARCH__ >= 900
-    if (several)
-        crew_share_candidates(crew, s.box, to, s.n_mine, all, &s.place);
-#endif
-}
-
-/* The `wanted`-th best of the gathered tokens is the cut; the keys of those behind it are cleared.
- * Several threads a candidate, each comparing it with its share of the others. */
-template <int threads>
-__device__ void select_rank(select_state &s, const select_part &p, unsigned count, unsigned wanted)
-{
-    int log_per = 0; /* a shift, since a division by what is not a constant is much code */
-    while (log_per < 5 && count << (log_per + 1) <= threads)
-        log_per++;
-    const unsigned per = 1u << log_per;
-    const unsigned which = threadIdx.x >> log_per;
-    const unsigned part = threadIdx.x & (per - 1);
-    unsigned ahead = 0;
-    if (which < count) {
-        const select_candidate mine = s.box.ranked[which];
-        for (unsigned i = part; i < count; i += per)
-            ahead += select_better(s.box.ranked[i], mine);
-    }
-    for (unsigned step = per / 2; step; step /= 2)
-        ahead += __shfl_xor_sync(~0u, ahead, step);
-    if (which < count && part == 0) {
-        const select_candidate &mine = s.box.ranked[which];
-        if (ahead + 1 == wanted)
-            s.cut = mine;
-        else if (ahead >= wanted && mine.index >= p.begin && mine.index < p.end)
-            p.keys[mine.index - p.begin] = 0;
-    }
-    __syncthreads();
+    return {select_has_second(s.task) ? select_second(s.task, index) : 0ull,
+            key,
+            raw,
+            index,
+            {0, 0, 0}};
 }
 
 /* Clears the keys of tokens that tie with the cut's key and are behind it. */
 static __device__ __noinline__ void select_settle_ties(select_state &s, select_part p)
 {
     select_for_matching(s, p, 0, [&](unsigned key, uint32_t i) {
-        const select_candidate mine = {select_has_second(s.task) ? select_second(s.task, i) : 0ull,
-                                       key,
-                                       select_raw_bits(s.task.scores[i]),
-                                       i,
-                                       {0, 0, 0}};
-        if (select_better(s.cut, mine))
+        const unsigned raw = select_raw_of(s.task, i);
+        if (select_better(s.cut, select_candidate_of(s, key, raw, i)))
             p.keys[i - p.begin] = 0;
     });
     __syncthreads();
-}
-
-/* The cut's bits of this round's digit are the bin; by one thread. Returns in every thread whether
- * they are: the first round may have to be done anew. */
-__device__ inline bool select_decide(select_state &s, int round, const select_digit &d)
-{
-    const unsigned bin = s.bin;
-    if (round == select_round_window && (bin == 0 || bin == select_bins - 1))
-        return false;
-    if (threadIdx.x == 0) {
-        if (round == select_round_window)
-            s.cut.key = (bin + select_window_base) << d.shift;
-        else if (d.number == 0)
-            s.cut.key |= bin << d.shift;
-        else
-            select_decide_tie(s.cut, d, bin);
-    }
-    __syncthreads();
-    return true;
-}
-
-/* Finds the k-th best token of the unit: the tokens to keep are those whose keys are not below
- * s.cut.key, once this returns. The first digit is counted already. */
-template <int threads, bool crews>
-__device__ void select_find_cut(const select_crew &crew, select_state &s, const select_part &p)
-{
-    /* Another round costs a crew of several more than a crew of one. */
-    const unsigned few = crew.size > 1 ? select_ranked : max(32, threads / 8);
-    unsigned wanted = s.task.keep;
-    uint32_t parity = 0;
-    int round = select_round_window;
-#pragma unroll 1 /* the code should fit the instruction cache */
-    for (;;) {
-        const select_digit d = select_digit_of(round);
-        if (round > select_round_window)
-            select_count(s, p, d);
-        select_find_bin<threads, crews>(crew, s, wanted, parity);
-        parity ^= 1;
-        if (!select_decide(s, round, d)) {
-            round = select_round_whole;
-            continue;
-        }
-        wanted -= s.above;
-        const unsigned inside = s.inside;
-        if (inside == wanted) /* the whole bin is kept: its lower end is the cut */
-            break;
-        if (inside <= few) {
-            select_gather<crews>(crew, s, p, d, inside);
-            select_rank<threads>(s, p, inside, wanted);
-            break;
-        }
-        round = round == select_round_whole - 1 ? int(select_round_ties) : round + 1;
-        if (round == select_round_ties && !select_has_second(s.task))
-            round += 6; /* on to raw scores */
-    }
-    if (round >= select_round_ties)
-        select_settle_ties(s, p);
 }
 
 #endif

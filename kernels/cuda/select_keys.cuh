@@ -24,10 +24,19 @@
 struct select_task {
     const float *scores;
     const unsigned *mask;
-    const int *exponent;
+    const int *exponent; /* [heads] of rows */
     float *scores_out;
     int32_t *keep_out;
     uint32_t *keys; /* NULL: shared memory */
+    /* NULL, or [heads] rows, `stride` apart, whose mean is selected by; it is written to `scores`.
+     */
+    const float *rows;
+    const float *weight;  /* of the second stage; NULL: 1 */
+    uint32_t *counts_out; /* [heads], each `keep`; NULL: not wanted */
+    uint32_t heads;       /* that get the answer, one after the other in keep_out */
+    uint32_t stride;
+    uint32_t two_stages; /* half by pooled score, the rest by (pooled + 1e-4) * weight */
+    uint32_t second;     /* it is the second one now: raw scores do not count */
     uint32_t n;
     uint32_t window;
     uint32_t keep;
@@ -37,9 +46,8 @@ struct select_task {
     uint32_t lone_key;        /* and this one; ~0: none. Known after scoring, if there is a mask */
     uint32_t scope_begin;     /* of pooling */
     uint32_t scope_end;
-    uint32_t kernel;      /* 1: no pooling */
-    uint32_t plain_begin; /* candidates whose max of 11 is pooled, and nothing else to do */
-    uint32_t plain_end;
+    uint32_t kernel; /* 1: no pooling */
+    uint32_t plain;  /* the kernel, if select_plain_keys() has it and there is no more to do */
     uint32_t average;
     float descale; /* applied twice; known after scoring */
 };
@@ -110,25 +118,28 @@ template <class window> __device__ double select_pooled_sum(window x, uint32_t k
     return sum;
 }
 
-/* Largest of the windows that start at window, window + 1, ..; four at once share most of their
- * work for the default kernel of 11, whose window, five tokens on either side, starts three floats
- * behind a multiple of 16 bytes. */
-__device__ inline float4 select_max_of_11(const float *window)
+/* Largest of the windows of `kernel` that start at window, window + 1, ..; four at once share most
+ * of their work. Tokens come in fours aligned to 16 bytes, their windows half a kernel before. */
+template <int kernel> __device__ __forceinline__ float4 select_max_of_four(const float *window)
 {
-    float aligned[20];
-    const float *x = aligned + 3;
+    constexpr int before = 3 - (kernel / 2 + 3) % 4; /* floats from the multiple of 16 bytes */
+    constexpr int n = (before + kernel + 3 + 3) / 4 * 4;
+    float aligned[n];
+    const float *x = aligned + before;
 #pragma unroll
-    for (int i = 0; i < 20; i += 4)
-        *reinterpret_cast<float4 *>(aligned + i) = *reinterpret_cast<const float4 *>(window - 3 +
-                                                                                     i);
-    float common = x[3]; /* x[3] to x[10] are in all four */
+    for (int i = 0; i < n; i += 4)
+        *reinterpret_cast<float4 *>(aligned + i) = *reinterpret_cast<const float4 *>(window -
+                                                                                     before + i);
+    if constexpr (kernel == 1)
+        return {x[0], x[1], x[2], x[3]};
+    float common = x[3]; /* x[3] to x[kernel - 1] are in all four */
 #pragma unroll
-    for (int i = 4; i < 11; i++)
+    for (int i = 4; i < kernel; i++)
         common = fmaxf(common, x[i]);
     const float left = fmaxf(x[1], x[2]);
-    const float right = fmaxf(x[11], x[12]);
-    return {fmaxf(common, fmaxf(x[0], left)), fmaxf(common, fmaxf(left, x[11])),
-            fmaxf(common, fmaxf(x[2], right)), fmaxf(common, fmaxf(right, x[13]))};
+    const float right = fmaxf(x[kernel], x[kernel + 1]);
+    return {fmaxf(common, fmaxf(x[0], left)), fmaxf(common, fmaxf(left, x[kernel])),
+            fmaxf(common, fmaxf(x[2], right)), fmaxf(common, fmaxf(right, x[kernel + 2]))};
 }
 
 __device__ inline float select_max_of(const float *window, uint32_t kernel)
@@ -144,6 +155,12 @@ __device__ inline float select_max_of(const float *window, uint32_t kernel)
 __device__ inline unsigned select_raw_bits(float raw)
 {
     return __float_as_uint(raw + 0.0f) & 0x7fffffffu; /* -0 equals +0 */
+}
+
+/* That of token i; equal for all where only the pooled score counts. */
+__device__ inline unsigned select_raw_of(const select_task &t, uint32_t i)
+{
+    return t.second ? 0 : select_raw_bits(t.scores[i]);
 }
 
 /* What the key leaves out of token i's pooled score. */
@@ -173,41 +190,42 @@ __device__ inline unsigned select_key(const select_task &t, uint32_t i, float po
                                                                             : bits + 2;
 }
 
-/* Keys of tokens i .. i+3, whatever they are. `window` is where the pooling window of token i
- * starts; scores outside the scope of pooling are 0 there, and such tokens are their own pooled
- * score (for an average, whose sums are compared, the sum of a window full of it). Tokens past the
- * end get 0. */
-static __device__ __noinline__ uint4 select_any_keys(const select_task &t, uint32_t i,
-                                                     const float *window)
+/* The key of token i, whatever it is. `window` is where its pooling window starts; scores outside
+ * the scope of pooling are 0 there, and such tokens are their own pooled score (for an average,
+ * whose sums are compared, the sum of a window full of it). */
+static __device__ __noinline__ unsigned select_any_key(const select_task &t, uint32_t i,
+                                                       const float *window)
 {
-    unsigned key[4];
-#pragma unroll 1
-    for (int q = 0; q < 4; q++) {
-        const uint32_t token = i + q;
-        key[q] = 0;
-        if (token >= t.n)
-            continue;
-        const bool pooled = token >= t.scope_begin && token < t.scope_end;
-        const float raw = pooled ? window[t.kernel / 2 + q] : t.scores[token];
-        float score = raw;
-        if (t.average)
-            score = static_cast<float>(pooled ? select_pooled_sum(window + q, t.kernel)
-                                              : static_cast<double>(raw) * t.kernel);
-        else if (pooled)
-            score = select_max_of(window + q, t.kernel);
-        key[q] = select_key(t, token, score);
-        if (t.scores_out)
-            t.scores_out[token] = raw * t.descale * t.descale;
-    }
-    return {key[0], key[1], key[2], key[3]};
+    const bool pooled = i >= t.scope_begin && i < t.scope_end;
+    const float raw = pooled ? window[t.kernel / 2] : t.scores[i];
+    float score = raw;
+    if (t.average)
+        score = static_cast<float>(pooled ? select_pooled_sum(window, t.kernel)
+                                          : static_cast<double>(raw) * t.kernel);
+    else if (pooled)
+        score = select_max_of(window, t.kernel);
+    if (t.scores_out)
+        t.scores_out[i] = raw * t.descale * t.descale;
+    return select_key(t, i, score);
 }
 
-/* Those of t.plain_begin .. t.plain_end - 1. */
-__device__ inline uint4 select_plain_keys(const float *window)
+/* Keys of tokens i .. i+3, all inside the scope of pooling or past the end (those get 0), of a unit
+ * whose classes go by position alone. */
+template <int kernel>
+__device__ __forceinline__ uint4 select_plain_keys(const select_task &t, uint32_t i,
+                                                   const float *window)
 {
-    const float4 best = select_max_of_11(window);
-    return {select_raw_bits(best.x) + 2, select_raw_bits(best.y) + 2, select_raw_bits(best.z) + 2,
-            select_raw_bits(best.w) + 2};
+    const float4 best = select_max_of_four<kernel>(window);
+    const uint4 bits = {select_raw_bits(best.x), select_raw_bits(best.y), select_raw_bits(best.z),
+                        select_raw_bits(best.w)};
+    if (i >= t.protected_end && i + 4 <= t.protected_begin)
+        return {bits.x + 2, bits.y + 2, bits.z + 2, bits.w + 2};
+    const auto key = [&](uint32_t token, unsigned b) {
+        if (token >= t.n)
+            return 0u;
+        return token < t.protected_end || token >= t.protected_begin ? b | 0x80000000u : b + 2;
+    };
+    return {key(i, bits.x), key(i + 1, bits.y), key(i + 2, bits.z), key(i + 3, bits.w)};
 }
 
 #endif

@@ -1,9 +1,11 @@
 /* Host side of selection: how many thread blocks each unit gets, the seats, the launch.
  *
  * A unit is spread over as many blocks as keeps their shares near a number of tokens that is the
- * smallest for which all blocks of the wave run at once. So the longest unit of a mixed batch does
- * not hold up the rest, and a lone one has the device to itself. Units of chosen blocks (plan.h)
- * have no seats.
+ * smallest for which all blocks of long units run at once; short ones come after them. So the
+ * longest unit of a mixed batch does not hold up the rest, and a lone one has the device to itself.
+ *
+ * Units of chosen blocks (plan.h) have no seats. A simple choice is like so many units, one a head,
+ * or like one if its heads are selected by their mean.
  */
 #include "kernels/cuda/select_plan.cuh"
 
@@ -14,39 +16,62 @@ constexpr uint32_t alone_tokens = 4096; /* up to which a second block would only
 constexpr uint32_t least_share = 2048;
 constexpr uint32_t most_share = 16384;  /* above it more blocks than run at once are better */
 constexpr uint32_t crowd_tokens = 2048; /* up to which few threads do, if units are many */
-constexpr uint32_t least_pool = 1024;
+constexpr uint32_t least_pool = 2048;   /* as many as a turn of all threads takes */
 constexpr uint32_t most_pool = 8192;
+constexpr uint32_t most_listed = 1024;
 
 struct shape {
     uint32_t share;   /* tokens a block, at most where crews can be large enough */
     uint32_t cluster; /* the largest crew */
+    bool alike;       /* every unit has such a crew: there is no list of seats */
+    uint32_t n_tasks;
     uint32_t n_seats;
     uint32_t threads;
     uint32_t pool_tokens;
+    uint32_t listed;
     size_t shared_bytes;
 };
 
-size_t shared_bytes_of(uint32_t cluster, uint32_t pool_tokens, uint32_t key_tokens)
+size_t shared_bytes_of(uint32_t cluster, uint32_t pool_tokens, uint32_t listed, uint32_t key_tokens)
 {
-    return sizeof(select_state) + (cluster > 1 ? sizeof(select_exchange) : 0) +
+    return sizeof(select_state) + (cluster > 1 ? select_exchange_bytes(listed) : 0) +
            (pool_tokens + DKV_KERNEL_MAX + 1) * sizeof(float) + key_tokens * sizeof(uint32_t);
 }
 
 /* Keys that fit into one block's shared memory. */
 uint32_t shared_tokens(const dkv_cu_device *device)
 {
-    const size_t fixed = shared_bytes_of(select_crew_max, least_pool, 0);
+    const size_t fixed = shared_bytes_of(select_crew_max, least_pool, most_listed, 0);
     return static_cast<uint32_t>((device->shared_bytes_max - fixed) / sizeof(uint32_t)) & ~31u;
 }
 
-const dkv_cu_block &block_of(const dkv_cu_wave *wave, uint32_t unit)
+/* What is selected by one crew. */
+struct subject {
+    const dkv_cu_unit *unit;     /* or NULL, and then */
+    const dkv_cu_choice *choice; /* its head, or all of them */
+    uint32_t head;
+    uint32_t n; /* tokens */
+};
+
+const dkv_cu_block &block_of(const dkv_cu_wave *wave, const dkv_cu_unit &unit)
 {
-    return wave->blocks_host[wave->units_host[unit].block];
+    return wave->blocks_host[unit.block];
 }
 
-bool is_chosen(const dkv_cu_wave *wave, uint32_t unit)
+/* Calls visit(subject) for all of the wave, in the order of their tasks. */
+template <class function> void for_each_subject(const dkv_cu_wave *wave, function visit)
 {
-    return block_of(wave, unit).chosen != 0;
+    for (uint32_t u = 0; u < wave->n_units; u++) {
+        const dkv_cu_unit &unit = wave->units_host[u];
+        const dkv_cu_block &block = block_of(wave, unit);
+        if (!block.chosen)
+            visit(subject{&unit, nullptr, 0, block.n_valid});
+    }
+    for (uint32_t c = 0; c < wave->n_choices; c++) {
+        const dkv_cu_choice &choice = wave->choices_host[c];
+        for (uint32_t h = 0; choice.simple && h < (choice.one_set ? 1 : choice.heads); h++)
+            visit(subject{nullptr, &choice, h, choice.n});
+    }
 }
 
 uint32_t log2_of(uint32_t size)
@@ -66,53 +91,77 @@ uint32_t crew_size(uint32_t n, uint32_t share, uint32_t largest)
     return size;
 }
 
-/* Seats of all units, whole clusters of them. */
-uint32_t count_seats(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t share,
-                     uint32_t *cluster_out)
+/* Seats of all, whole clusters of them. */
+struct seat_count {
+    uint32_t subjects;
+    uint32_t cluster; /* the largest crew */
+    uint32_t seats;
+    uint32_t seats_of_long; /* of those that can be spread */
+};
+
+seat_count count_seats(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t share)
 {
-    uint32_t seats = 0;
-    uint32_t cluster = 1;
-    for (uint32_t u = 0; u < wave->n_units; u++) {
-        if (is_chosen(wave, u))
-            continue;
-        const uint32_t size = crew_size(block_of(wave, u).n_valid, share, device->cluster_max);
-        cluster = size > cluster ? size : cluster;
-        seats += size;
-    }
-    *cluster_out = cluster;
-    return (seats + cluster - 1) / cluster * cluster;
+    seat_count count = {0, 1, 0, 0};
+    for_each_subject(wave, [&](const subject &x) {
+        const uint32_t size = crew_size(x.n, share, device->cluster_max);
+        count.subjects++;
+        count.cluster = size > count.cluster ? size : count.cluster;
+        count.seats += size;
+        count.seats_of_long += x.n > alone_tokens ? size : 0;
+    });
+    count.seats = (count.seats + count.cluster - 1) / count.cluster * count.cluster;
+    return count;
 }
 
 shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
 {
-    shape s = {least_share, 1, 0, select_threads, least_pool, 0};
+    shape s = {};
+    s.share = least_share;
+    s.threads = select_threads;
+    s.pool_tokens = least_pool;
+    s.listed = most_listed;
     const uint32_t at_once = 2 * static_cast<uint32_t>(device->multiprocessors);
-    s.n_seats = count_seats(device, wave, s.share, &s.cluster);
-    while (s.share < most_share && s.n_seats > at_once && s.n_seats > wave->n_units) {
+    seat_count count = count_seats(device, wave, s.share);
+    while (s.share < most_share && count.seats_of_long > at_once && count.seats > count.subjects) {
         s.share *= 2;
-        s.n_seats = count_seats(device, wave, s.share, &s.cluster);
+        count = count_seats(device, wave, s.share);
     }
-    uint32_t longest = 0; /* unit */
+    s.n_tasks = count.subjects;
+    s.n_seats = count.seats;
+    s.cluster = count.cluster;
+    uint32_t longest = 0; /* subject */
     uint32_t tokens = 0;  /* of a block */
     uint32_t keys = 0;
-    for (uint32_t u = 0; u < wave->n_units; u++) {
-        if (is_chosen(wave, u))
-            continue;
-        const uint32_t n = block_of(wave, u).n_valid;
-        const uint32_t share = select_share(n, log2_of(crew_size(n, s.share, device->cluster_max)));
-        longest = n > longest ? n : longest;
+    uint32_t crews = 0; /* of the largest size */
+    for_each_subject(wave, [&](const subject &x) {
+        const uint32_t size = crew_size(x.n, s.share, device->cluster_max);
+        const uint32_t share = select_share(x.n, log2_of(size));
+        crews += size == s.cluster;
+        longest = x.n > longest ? x.n : longest;
         tokens = share > tokens ? share : tokens;
-        if (!wave->units_host[u].keys && share > keys)
+        if ((!x.unit || !x.unit->keys) && share > keys)
             keys = share;
-    }
+    });
+    /* Two blocks should fit: a cluster then needs fewer multiprocessors to fall free. */
+    const size_t half = static_cast<size_t>(device->shared_bytes_max / 2 - 1024);
+    if (shared_bytes_of(s.cluster, least_pool, s.listed, keys) > half)
+        s.listed = select_least_listed;
     while (s.pool_tokens < tokens && s.pool_tokens < most_pool &&
-           shared_bytes_of(s.cluster, 2 * s.pool_tokens, keys) <=
-               static_cast<size_t>(device->shared_bytes_max / 2 - 1024)) /* two fit */
-        s.pool_tokens *= 2;
-    if (s.cluster == 1 && longest <= crowd_tokens && wave->n_units > at_once)
+           shared_bytes_of(s.cluster, s.pool_tokens + least_pool, s.listed, keys) <= half)
+        s.pool_tokens += least_pool;
+    s.alike = crews == s.n_tasks;
+    if (s.cluster == 1 && longest <= crowd_tokens && s.n_tasks > at_once)
         s.threads = select_crowd_threads;
-    s.shared_bytes = shared_bytes_of(s.cluster, s.pool_tokens, keys);
+    s.shared_bytes = shared_bytes_of(s.cluster, s.pool_tokens, s.listed, keys);
     return s;
+}
+
+/* Tasks whose keys select_plain_keys() makes. */
+void find_plain(select_task &t)
+{
+    const bool plain = !t.average && !t.mask && !t.scores_out && t.lone_key == ~0u &&
+                       (t.kernel == 1 || t.kernel == 5 || t.kernel == 7 || t.kernel == 11);
+    t.plain = plain ? t.kernel : 0;
 }
 
 select_task task_of(const dkv_cu_block &block, const dkv_cu_unit &unit)
@@ -124,6 +173,7 @@ select_task task_of(const dkv_cu_block &block, const dkv_cu_unit &unit)
     t.scores_out = unit.scores_out;
     t.keep_out = unit.keep_out;
     t.keys = unit.keys;
+    t.heads = 1;
     t.n = block.n_valid;
     t.window = block.window;
     t.keep = block.keep;
@@ -135,10 +185,39 @@ select_task task_of(const dkv_cu_block &block, const dkv_cu_unit &unit)
     t.scope_end = block.pool_prefix ? t.protected_begin : t.n;
     t.kernel = block.pool == DKV_POOL_NONE ? 1 : block.kernel;
     t.average = block.pool == DKV_POOL_AVG;
-    t.plain_begin = t.scope_begin > t.protected_end ? t.scope_begin : t.protected_end;
-    const bool plain = !t.average && t.kernel == 11 && !t.mask && !t.scores_out &&
-                       t.lone_key == ~0u;
-    t.plain_end = !plain ? 0 : t.scope_end < t.protected_begin ? t.scope_end : t.protected_begin;
+    find_plain(t);
+    return t;
+}
+
+select_task task_of(const dkv_cu_choice &choice, uint32_t head)
+{
+    const size_t row = static_cast<size_t>(head) * choice.stride;
+    const uint32_t protect = choice.sinks + choice.recent;
+    select_task t = {};
+    t.scores = choice.raw + row;
+    t.exponent = choice.exponents + head;
+    t.heads = choice.one_set ? choice.heads : 1;
+    if (choice.one_set) {
+        t.rows = choice.raw;
+        t.stride = choice.stride;
+        t.scores = choice.pool == DKV_POOL_NONE ? choice.raw : choice.pooled;
+    }
+    t.weight = choice.weight ? choice.weight + static_cast<size_t>(head) * choice.n : nullptr;
+    t.two_stages = choice.two_stages;
+    t.keep = choice.keep >= choice.n ? choice.n : choice.keep > protect ? choice.keep : protect;
+    t.counts_out = choice.counts_out + head;
+    t.keep_out = choice.keep_out + static_cast<size_t>(head) * t.keep;
+    t.n = choice.n;
+    t.window = choice.window;
+    t.first_index = choice.first_index;
+    t.protected_end = choice.sinks;
+    t.protected_begin = choice.n - choice.recent;
+    t.lone_key = ~0u;
+    t.scope_begin = choice.scope_begin;
+    t.scope_end = choice.scope_end;
+    t.kernel = choice.pool == DKV_POOL_NONE ? 1 : choice.kernel;
+    t.average = choice.pool == DKV_POOL_AVG;
+    find_plain(t);
     return t;
 }
 
@@ -194,9 +273,10 @@ extern "C" cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device)
     error = cudaFuncSetAttribute(with_crews, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     for (uint32_t size = select_crew_max; error == cudaSuccess && size > 1; size /= 2) {
         int fit = 0;
-        const shape largest = {0,          size,
-                               size,       select_threads,
-                               least_pool, static_cast<size_t>(device->shared_bytes_max)};
+        shape largest = {};
+        largest.cluster = largest.n_seats = size;
+        largest.threads = select_threads;
+        largest.shared_bytes = static_cast<size_t>(device->shared_bytes_max);
         cudaLaunchAttribute room[2];
         const cudaLaunchConfig_t config = launch_config(largest, false, room);
         if (cudaOccupancyMaxActiveClusters(&fit, with_crews, &config) == cudaSuccess && fit > 0) {
@@ -216,8 +296,8 @@ extern "C" bool dkv_cu_select_needs_keys(const struct dkv_cu_device *device, uin
 extern "C" size_t dkv_cu_select_extra_bytes(const struct dkv_cu_device *device,
                                             const struct dkv_cu_wave *wave)
 {
-    return sizeof(select_task) * wave->n_units +
-           sizeof(select_seat) * shape_of(device, wave).n_seats;
+    const shape s = shape_of(device, wave);
+    return sizeof(select_task) * s.n_tasks + sizeof(select_seat) * (s.alike ? 0 : s.n_seats);
 }
 
 /* Tasks, then seats. The largest crews first: each then begins at a multiple of its size, and short
@@ -227,18 +307,24 @@ extern "C" void dkv_cu_select_fill(const struct dkv_cu_device *device,
 {
     const shape s = shape_of(device, wave);
     select_task *tasks = static_cast<select_task *>(extra);
-    select_seat *seats = reinterpret_cast<select_seat *>(tasks + wave->n_units);
+    select_seat *seats = reinterpret_cast<select_seat *>(tasks + s.n_tasks);
     uint32_t at = 0;
-    for (uint32_t u = 0; u < wave->n_units; u++)
-        tasks[u] = task_of(block_of(wave, u), wave->units_host[u]);
-    for (uint32_t size = s.cluster; size > 0; size /= 2)
-        for (uint32_t u = 0; u < wave->n_units; u++) {
-            if (is_chosen(wave, u) ||
-                crew_size(block_of(wave, u).n_valid, s.share, device->cluster_max) != size)
-                continue;
-            for (uint32_t rank = 0; rank < size; rank++)
-                seats[at++] = {u, static_cast<uint16_t>(rank), static_cast<uint16_t>(size)};
-        }
+    for_each_subject(wave, [&](const subject &x) {
+        tasks[at++] = x.unit ? task_of(block_of(wave, *x.unit), *x.unit)
+                             : task_of(*x.choice, x.head);
+    });
+    if (s.alike)
+        return;
+    at = 0;
+    for (uint32_t size = s.cluster; size > 0; size /= 2) {
+        uint32_t task = 0;
+        for_each_subject(wave, [&](const subject &x) {
+            const bool now = crew_size(x.n, s.share, device->cluster_max) == size;
+            for (uint32_t rank = 0; now && rank < size; rank++)
+                seats[at++] = {task, static_cast<uint16_t>(rank), static_cast<uint16_t>(size)};
+            task++;
+        });
+    }
     while (at < s.n_seats)
         seats[at++] = {0, 0, 0};
 }
@@ -254,7 +340,8 @@ extern "C" cudaError_t dkv_cu_select_launch(const struct dkv_cu_device *device,
     cudaLaunchConfig_t config = launch_config(s, device->waits_for_scores, attributes);
     config.stream = stream;
     const select_task *tasks = static_cast<const select_task *>(extra_device);
-    const select_seat *seats = reinterpret_cast<const select_seat *>(tasks + wave->n_units);
-    void *arguments[] = {&tasks, &seats, &s.cluster, &s.pool_tokens};
+    const select_seat *seats = s.alike ? nullptr
+                                       : reinterpret_cast<const select_seat *>(tasks + s.n_tasks);
+    void *arguments[] = {&tasks, &seats, &s.cluster, &s.pool_tokens, &s.listed};
     return cudaLaunchKernelExC(&config, select_kernel(s.threads, s.cluster > 1), arguments);
 }

@@ -2,7 +2,7 @@
 #ifndef DKV_KERNELS_CUDA_SELECT_PLAN_CUH
 #define DKV_KERNELS_CUDA_SELECT_PLAN_CUH
 
-#include "kernels/cuda/select_cut.cuh"
+#include "kernels/cuda/select_list.cuh"
 
 constexpr int select_crowd_threads = 128;
 
@@ -19,8 +19,18 @@ __host__ __device__ inline uint32_t select_share(uint32_t n, uint32_t log_size)
     return (((n + (1u << log_size) - 1) >> log_size) + 31) & ~31u;
 }
 
+/* Bytes of a select_exchange whose list has room for `listed`, select_least_listed or more. */
+constexpr size_t select_slices_bytes = sizeof(select_exchange::slices);
+constexpr uint32_t select_least_listed = select_slices_bytes / sizeof(select_listing);
+
+__host__ __device__ inline size_t select_exchange_bytes(uint32_t listed)
+{
+    return sizeof(select_exchange) + (listed - select_least_listed) * sizeof(select_listing);
+}
+
 /* The kernel for launches with or without crews of several: (tasks, seats, blocks in a cluster,
- * scores pooled at a time). */
+ * scores pooled at a time, room in the list). Seats are NULL where each unit has a whole cluster.
+ */
 const void *select_kernel(uint32_t threads, bool crews);
 
 #endif
