@@ -32,6 +32,7 @@ run() {
 }
 
 run "$dir/bin/test_gpu_engine"
+run "$dir/bin/bench_select" check 200
 # The tests that take the name of an engine, on this one.
 for test in budgets extremes golden layouts metamorphic nasty same_bits; do
     run "$dir/bin/test_$test" cuda:0
