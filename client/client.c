@@ -58,11 +58,21 @@ static enum dkv_status take_options(const struct dropkv_client_options *from,
     return DKV_OK;
 }
 
-/* For the daemon's front and worker, for the caller, and one for everybody else. */
-static bool has_processors(void)
+static int count_processors(void)
 {
     cpu_set_t mine;
-    return sched_getaffinity(0, sizeof(mine), &mine) == 0 && CPU_COUNT(&mine) >= 4;
+    return sched_getaffinity(0, sizeof(mine), &mine) == 0 ? CPU_COUNT(&mine) : 1;
+}
+
+/* Without other word it finds out whether looking for answers pays, if there is a processor for the
+ * daemon's front, which may look as well, and one for the caller. Long waits look at their ends
+ * only where worker and others have one, too. */
+static void begin_learning(struct dropkv_client *client)
+{
+    const int n = count_processors();
+    client->learns = client->ops->learns && client->busy_poll_ns == 0 && n >= 2;
+    client->look = DKV_LOOK_INIT;
+    client->look.naps = n >= 4;
 }
 
 enum dkv_status dkv_client_open(const char *endpoint, const struct dropkv_client_options *options,
@@ -82,8 +92,7 @@ enum dkv_status dkv_client_open(const char *endpoint, const struct dropkv_client
     client->process = getpid();
     client->timeout_us = o.timeout_us != 0 ? o.timeout_us : DEFAULT_TIMEOUT_US;
     client->busy_poll_ns = (int64_t)o.busy_poll_us * 1000;
-    client->learns = ops->learns && o.busy_poll_us == 0 && has_processors();
-    client->look = DKV_LOOK_INIT;
+    begin_learning(client);
     client->max_in_flight = o.max_in_flight != 0 ? o.max_in_flight : DEFAULT_MAX_IN_FLIGHT;
     const struct dkv_transport_config config = {
         .address = endpoint,

@@ -286,34 +286,43 @@ int dropkv_fd(const struct dropkv_client *client)
 
 /* ---- waiting ---- */
 
-static int64_t patience_ns(const struct dropkv_client *client)
+/* The earlier of two times; a negative `until_ns` is never. */
+static int64_t sooner(int64_t at_ns, int64_t until_ns)
 {
-    if (client->busy_poll_ns > 0)
-        return client->busy_poll_ns;
-    return client->learns && client->look.looks ? (int64_t)DKV_LOOK_NS : 0;
+    return until_ns < 0 || at_ns < until_ns ? at_ns : until_ns;
 }
 
-/* Looks for a while whether the descriptor is readable, then sleeps until it is or `until_ns`
- * (negative: without end). */
+/* As ppoll(): 1 if the descriptor is readable, 0 if the time came first. */
+static int sleep_until(struct dropkv_client *client, int64_t until_ns)
+{
+    struct pollfd pollfd = {.fd = dropkv_fd(client), .events = POLLIN};
+    const int64_t ns = until_ns - dkv_now_ns();
+    const struct timespec left = {.tv_sec = ns > 0 ? ns / 1000000000 : 0,
+                                  .tv_nsec = ns > 0 ? ns % 1000000000 : 0};
+    return ppoll(&pollfd, 1, until_ns < 0 ? NULL : &left, NULL);
+}
+
+/* Looks whether the descriptor is readable, for as long as it was told to, then sleeps until it is
+ * or `until_ns` (negative: without end). Where nothing was told, as was found to pay. */
 static enum dkv_status wait_readable(struct dropkv_client *client, int64_t until_ns,
                                      struct dkv_error *err)
 {
-    struct pollfd pollfd = {.fd = dropkv_fd(client), .events = POLLIN};
-    struct timespec left = {0};
-    if (until_ns >= 0) {
-        const int64_t ns = until_ns - dkv_now_ns();
-        if (ns > 0)
-            left = (struct timespec){.tv_sec = ns / 1000000000, .tv_nsec = ns % 1000000000};
-    }
-    const int64_t look_ns = patience_ns(client);
+    const bool looks = client->learns && client->look.looks;
+    const int64_t look_ns = looks ? (int64_t)DKV_LOOK_NS : client->busy_poll_ns;
     const int64_t began_ns = dkv_now_ns();
-    bool ready = false;
-    while (!ready && look_ns > 0 && dkv_now_ns() < began_ns + look_ns)
+    const int64_t nap_end_ns = began_ns + (looks ? (int64_t)client->look.nap_ns : 0);
+    const int64_t look_end_ns = sooner(nap_end_ns + look_ns, until_ns);
+    int ready = 0;
+    if (nap_end_ns > began_ns)
+        ready = sleep_until(client, sooner(nap_end_ns, until_ns));
+    while (ready == 0 && look_ns > 0 && dkv_now_ns() < look_end_ns)
         ready = client->ops->ready != NULL ? client->ops->ready(client->transport)
-                                           : poll(&pollfd, 1, 0) != 0;
-    if (!ready && ppoll(&pollfd, 1, until_ns < 0 ? NULL : &left, NULL) < 0 && errno != EINTR)
+                                           : sleep_until(client, 0);
+    if (ready == 0)
+        ready = sleep_until(client, until_ns);
+    if (ready < 0 && errno != EINTR)
         return dkv_error_set(err, DKV_E_IO, "could not poll: %s", strerror(errno));
-    if (client->learns)
+    if (ready > 0 && client->learns)
         dkv_look_learn(&client->look, (uint64_t)(dkv_now_ns() - began_ns));
     return DKV_OK;
 }

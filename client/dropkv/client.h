@@ -30,8 +30,9 @@ struct dropkv_client_options {
     /* How long a call that waits looks for the answer before it sleeps, at most 1,000,000. It takes
      * the processor meanwhile, and saves the 10 to 20 us that a sleeping one takes to wake up: for
      * short requests to a GPU, a daemon's or here. 0: not at all, except that a client of the local
-     * socket with four processors tries now and then whether looking for up to 150 us brings its
-     * answers sooner, and goes on while it does; 1: hardly. */
+     * socket finds out: with two processors it tries now and then whether looking for up to 150 us
+     * brings its answers sooner, and goes on while it does; with four also where answers take
+     * longer but equally long, at their end. 1: hardly. */
     uint32_t busy_poll_us;
 
     /* A CUstream or cudaStream_t of the caller's, for embedded:cuda:N alone: see "an engine in this

@@ -76,6 +76,58 @@ static void one_wait_of_a_second_decides_nothing(void **unused)
     assert_true(look.looks);
 }
 
+/* ---- naps ---- */
+
+/* Long waits that are alike are slept through but for their end. */
+static void long_waits_that_are_alike_are_napped_through(void **unused)
+{
+    struct dkv_look look = DKV_LOOK_INIT;
+    (void)unused;
+    look.naps = true;
+    run(&look, 2 * DKV_LOOK_TRIAL, 400, 370);
+    assert_true(look.looks);
+    assert_true(look.nap_ns > 0 && look.nap_ns < 400 * US - DKV_LOOK_NS / 2);
+    assert_true(look.nap_ns + DKV_LOOK_NS > 400 * US);
+    assert_true(run(&look, 10000, 400, 370) > 9000);
+    assert_true(run(&look, 10000, 400, 400) < 600); /* for nothing */
+}
+
+static void long_waits_that_differ_are_slept_through(void **unused)
+{
+    struct dkv_look look = DKV_LOOK_INIT;
+    (void)unused;
+    look.naps = true;
+    for (int i = 0; i < 5000; i++) {
+        dkv_look_learn(&look, (i % 2 == 0 ? 300 : 500) * US);
+        assert_false(look.looks);
+    }
+}
+
+static void no_nap_is_taken_where_waits_are_short_or_very_long(void **unused)
+{
+    struct dkv_look look = DKV_LOOK_INIT;
+    (void)unused;
+    look.naps = true;
+    run(&look, 2 * DKV_LOOK_TRIAL, 60, 40);
+    assert_true(look.looks && look.nap_ns == 0);
+    look = DKV_LOOK_INIT;
+    look.naps = true;
+    assert_int_equal(run(&look, 10000, 50000, 40), 0);
+}
+
+/* From long to short and back. */
+static void what_is_waited_for_may_change(void **unused)
+{
+    struct dkv_look look = DKV_LOOK_INIT;
+    (void)unused;
+    look.naps = true;
+    run(&look, 3000, 60, 40);
+    run(&look, 3000, 400, 370);
+    assert_true(look.looks && look.nap_ns > 0);
+    run(&look, 3000, 60, 40);
+    assert_true(look.looks && look.nap_ns == 0);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -84,6 +136,10 @@ int main(void)
         cmocka_unit_test(long_waits_are_slept_through),
         cmocka_unit_test(what_becomes_worse_is_given_up_and_taken_up_again),
         cmocka_unit_test(one_wait_of_a_second_decides_nothing),
+        cmocka_unit_test(long_waits_that_are_alike_are_napped_through),
+        cmocka_unit_test(long_waits_that_differ_are_slept_through),
+        cmocka_unit_test(no_nap_is_taken_where_waits_are_short_or_very_long),
+        cmocka_unit_test(what_is_waited_for_may_change),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
