@@ -36,12 +36,12 @@ uint64_t dkv_spin_patience_ns(const struct dkv_config *config)
 
 bool dkv_spin_front_learns(const struct dkv_config *config)
 {
-    return dkv_spin_patience_ns(config) == 0 && has_cpus(2);
+    return dkv_spin_patience_ns(config) == 0 && has_cpus(CPUS_TO_SPARE - 1);
 }
 
 bool dkv_spin_worker_learns(const struct dkv_config *config)
 {
-    return dkv_spin_patience_ns(config) == 0 && has_cpus(3);
+    return dkv_spin_patience_ns(config) == 0 && has_cpus(CPUS_TO_SPARE);
 }
 
 void dkv_spin_open(struct dkv_spin *spin, uv_loop_t *loop, uint64_t patience_ns, bool learns)

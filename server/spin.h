@@ -35,8 +35,8 @@ struct dkv_spin {
 /* What the configuration comes to on this machine: 0 is not by patience. */
 uint64_t dkv_spin_patience_ns(const struct dkv_config *config);
 
-/* Without a patience: who may learn. Whoever looks needs a processor that neither the client nor
- * the others who look are on. */
+/* Without a patience: who may learn. The client looks before the front does, which is as good for
+ * both of them, and the front before the worker; one processor is everybody else's. */
 bool dkv_spin_front_learns(const struct dkv_config *config);
 bool dkv_spin_worker_learns(const struct dkv_config *config);
 
