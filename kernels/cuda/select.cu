@@ -38,15 +38,14 @@ __device__ __forceinline__ void stage_scores(const select_task &t, int first, fl
         to[q] = first + q >= begin && first + q < end ? t.scores[first + q] : 0.0f;
 }
 
-/* The same of the mean of several heads' scores, which out of the scope are not lost either. */
-static __device__ __noinline__ void stage_means(const select_task &t, int first, float *to)
+/* The mean of several heads' scores, of the four tokens from `first` on. */
+__device__ float4 mean_of_four(const select_task &t, uint32_t first)
 {
-    const bool inside = first >= 0 && first < static_cast<int>(t.n);
     double sum[4] = {};
     int least = t.exponent[0]; /* the unit of all */
     for (uint32_t h = 1; h < t.heads; h++)
         least = min(least, t.exponent[h]);
-    for (uint32_t h = 0; inside && h < t.heads; h++) {
+    for (uint32_t h = 0; h < t.heads; h++) {
         const float factor = ldexpf(1.0f, least - t.exponent[h]);
         const float4 x = *reinterpret_cast<const float4 *>(
             t.rows + static_cast<size_t>(h) * t.stride + first);
@@ -55,13 +54,26 @@ static __device__ __noinline__ void stage_means(const select_task &t, int first,
         sum[2] += x.z * factor * factor;
         sum[3] += x.w * factor * factor;
     }
-    for (int q = 0; q < 4; q++) {
-        const int i = first + q;
-        const float mean = static_cast<float>(sum[q] / t.heads);
-        if (inside && i < static_cast<int>(t.n))
-            const_cast<float *>(t.scores)[i] = mean;
-        to[q] = i >= static_cast<int>(t.scope_begin) && i < static_cast<int>(t.scope_end) ? mean
-                                                                                          : 0;
+    return {static_cast<float>(sum[0] / t.heads), static_cast<float>(sum[1] / t.heads),
+            static_cast<float>(sum[2] / t.heads), static_cast<float>(sum[3] / t.heads)};
+}
+
+/* stage_scores() for `count` tokens, of such means, which are written to t.scores, too. */
+static __device__ __noinline__ void stage_means(const select_task &t, int first, uint32_t count,
+                                                float *to)
+{
+    for (uint32_t at = 4 * threadIdx.x; at < count; at += 4 * blockDim.x) {
+        const int i = first + static_cast<int>(at);
+        const bool inside = i >= 0 && i < static_cast<int>(t.n);
+        const float4 four = inside ? mean_of_four(t, i) : float4{0, 0, 0, 0};
+        const float mean[4] = {four.x, four.y, four.z, four.w};
+        for (int q = 0; q < 4; q++) {
+            const bool in_scope = i + q >= static_cast<int>(t.scope_begin) &&
+                                  i + q < static_cast<int>(t.scope_end);
+            to[at + q] = in_scope ? mean[q] : 0;
+            if (inside && i + q < static_cast<int>(t.n))
+                const_cast<float *>(t.scores)[i + q] = mean[q];
+        }
     }
 }
 
@@ -127,14 +139,12 @@ __device__ __forceinline__ void build_keys(const select_task &t, select_state &s
         const uint32_t staged = last - first + 2 * margin;
         if (first > p.begin)
             __syncthreads();
+        const int before = static_cast<int>(first) - static_cast<int>(margin);
+        if (t.rows)
+            stage_means(s.task, before, staged, stage);
 #pragma unroll 1
-        for (uint32_t i = 4 * threadIdx.x; i < staged; i += 4 * blockDim.x) {
-            const int token = static_cast<int>(first + i) - static_cast<int>(margin);
-            if (t.rows)
-                stage_means(s.task, token, stage + i);
-            else
-                stage_scores(t, token, stage + i);
-        }
+        for (uint32_t i = 4 * threadIdx.x; i < staged && !t.rows; i += 4 * blockDim.x)
+            stage_scores(t, before + static_cast<int>(i), stage + i);
         __pipeline_commit();
         __pipeline_wait_prior(0);
         __syncthreads();
@@ -169,73 +179,90 @@ __device__ __forceinline__ unsigned kept_of_four(const select_part &p, uint32_t 
            (key.w >= lowest ? 8 : 0);
 }
 
-/* Writes the kept indices in order: each warp owns a run of tokens, each lane four at a time. What
- * is kept of the first eight fours is remembered from counting. */
+/* What this block has written of the first head, its `count` indices from `first` on, is that of
+ * all other heads, too. */
+static __device__ __noinline__ void copy_to_heads(const select_task &t, uint32_t first,
+                                                  uint32_t count)
+{
+    __syncthreads();
+    for (uint32_t i = first + threadIdx.x; i < min(first + count, t.keep); i += blockDim.x)
+        for (uint32_t h = 1; h < t.heads; h++)
+            t.keep_out[h * t.keep + i] = t.keep_out[i];
+}
+
+/* Writes the kept indices in order: each warp owns a run of tokens, each lane four at a time. */
 template <int threads, bool crews>
 __device__ __forceinline__ void write_kept(const select_crew &crew, select_state &s,
                                            const select_part &p)
 {
     constexpr int n_warps = threads / 32;
-    constexpr uint32_t remembered = 8 * 128;
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const uint32_t run = ((p.end - p.begin + n_warps - 1) / n_warps + 127) & ~127u;
     const uint32_t from = min(p.end, p.begin + warp * run);
-    const uint32_t length = min(p.end - from, run);
+    const uint32_t to = min(p.end, from + run);
     const unsigned lowest = max(s.cut.key, 1u); /* padding and what is behind the cut have 0 */
 
     unsigned count = 0;
-    unsigned bits = 0; /* the last four are the first */
 #pragma unroll 1
-    for (uint32_t at = 0; at < length; at += 128) {
-        const unsigned kept = kept_of_four(p, from + at + 4 * lane, lowest);
-        count += __popc(kept);
-        if (at < remembered)
-            bits |= kept << (at / 32);
-    }
+    for (uint32_t i = from + 4 * lane; i < to; i += 128)
+        count += __popc(kept_of_four(p, i, lowest));
     count = __reduce_add_sync(~0u, count);
     if (lane == 0)
         s.warp_counts[warp] = count;
     __syncthreads();
-    if (count == 0)
-        return;
-    unsigned before = __reduce_add_sync(~0u, lane < warp ? s.warp_counts[lane] : 0);
-    if (crews && crew.size > 1)
-        before += s.ahead;
-    int32_t *const out = s.task.keep_out;
+    const unsigned of_lane = lane < n_warps ? s.warp_counts[lane] : 0;
+    unsigned at = __reduce_add_sync(~0u, lane < warp ? of_lane : 0);
+    const unsigned ahead = crews && crew.size > 1 ? s.ahead : 0;
+    at += ahead;
     const uint32_t keep = s.task.keep;
-    const uint32_t heads = s.task.heads;
-    const uint32_t first_index = s.task.first_index + from + 4 * lane;
     const unsigned lower_lanes = (1u << lane) - 1;
+    const int32_t first_index = static_cast<int32_t>(s.task.first_index);
 #pragma unroll 1
-    for (uint32_t at = 0; at < length; at += 128) {
-        const unsigned kept = at < remembered ? bits >> (at / 32) & 15
-                                              : kept_of_four(p, from + at + 4 * lane, lowest);
-        unsigned to = before;
+    for (uint32_t first = from; first < to; first += 128) {
+        const uint32_t i = first + 4 * lane;
+        const unsigned kept = kept_of_four(p, i, lowest);
+        unsigned to_write = at;
 #pragma unroll
         for (int q = 0; q < 4; q++) {
             const unsigned lanes = __ballot_sync(~0u, kept >> q & 1);
-            to += __popc(lanes & lower_lanes);
-            before += __popc(lanes);
+            to_write += __popc(lanes & lower_lanes);
+            at += __popc(lanes);
         }
+        if (kept == 0 || to_write + __popc(kept) > keep) /* never above, if scores are numbers */
+            continue;
+        int32_t *out = s.task.keep_out + to_write;
 #pragma unroll
         for (int q = 0; q < 4; q++)
-            if ((kept >> q & 1) && to < keep) { /* always below, if scores are numbers */
-#pragma unroll 1
-                for (uint32_t h = 0; h < heads; h++)
-                    out[h * keep + to] = static_cast<int32_t>(first_index + at + q);
-                to++;
-            }
+            if (kept >> q & 1)
+                *out++ = first_index + static_cast<int32_t>(i) + q;
     }
+    if (s.task.heads > 1)
+        copy_to_heads(s.task, ahead, __reduce_add_sync(~0u, of_lane));
 }
 
 /* ---- two stages ---- */
 
-/* What the first stage keeps, those whose keys are not below the cut's, becomes safe; keys become
- * those of the second stage, and their first digits are counted. 0 ties with the cut. */
+/* What the first stage keeps, those that the cut is not before, becomes safe; keys become those of
+ * the second stage, and their first digits are counted. */
 static __device__ __noinline__ void begin_second_stage(select_state &s, select_part p)
 {
-    const unsigned cut = s.cut.key;
+    const select_candidate cut = s.cut;
+    for (int i = threadIdx.x; i < select_bins; i += blockDim.x)
+        s.histogram[i] = 0;
+    __syncthreads();
+    for (uint32_t i = p.begin + threadIdx.x; i < p.end; i += blockDim.x) {
+        const unsigned first = p.keys[i - p.begin];
+        bool is_safe = first & 0x80000000u; /* protected */
+        const float pooled = __uint_as_float(is_safe ? first & 0x7fffffffu : first - 2);
+        is_safe = is_safe || (cut.key != 0 && first > cut.key) ||
+                  (first == cut.key && !select_better(cut, select_candidate_of(s.task, first, i)));
+        const unsigned bits = select_raw_bits((pooled + 1e-4f) *
+                                              (s.task.weight ? s.task.weight[i] : 1.0f));
+        const unsigned key = is_safe ? 0x80000000u | bits : bits + 2;
+        p.keys[i - p.begin] = key;
+        atomicAdd(s.histogram + select_window_bin(key), 1u);
+    }
     __syncthreads();
     if (threadIdx.x == 0) {
         s.cut = {0, 0, 0, select_no_index, {0, 0, 0}};
@@ -243,21 +270,6 @@ static __device__ __noinline__ void begin_second_stage(select_state &s, select_p
         s.n_ranked = 0;
         s.ahead = 0;
         s.task.second = 1;
-    }
-    for (int i = threadIdx.x; i < select_bins; i += blockDim.x)
-        s.histogram[i] = 0;
-    __syncthreads();
-    for (uint32_t i = p.begin + threadIdx.x; i < p.end; i += blockDim.x) {
-        const unsigned first = p.keys[i - p.begin];
-        const unsigned known = first != 0 ? first : cut;
-        const bool is_protected = known & 0x80000000u;
-        const bool is_safe = is_protected || (cut != 0 && first >= cut);
-        const float pooled = __uint_as_float(is_protected ? known & 0x7fffffffu : known - 2);
-        const unsigned bits = select_raw_bits((pooled + 1e-4f) *
-                                              (s.task.weight ? s.task.weight[i] : 1.0f));
-        const unsigned key = is_safe ? 0x80000000u | bits : bits + 2;
-        p.keys[i - p.begin] = key;
-        atomicAdd(s.histogram + select_window_bin(key), 1u);
     }
 }
 
@@ -344,7 +356,7 @@ __global__ void __launch_bounds__(threads, 1024 / threads)
     for (;;) {
         const unsigned wanted = stages ? t.keep / 2 : t.keep;
         if (wanted > 0)
-            select_find_cut<threads, crews>(crew, s, p, wanted, listed, parity);
+            select_find_cut<threads, crews>(crew, s, p, wanted, listed, !stages, parity);
         if (!stages)
             break;
 #if __CUDA_ARCH__ >= 900

@@ -35,10 +35,10 @@ struct select_parity {
     uint32_t totals, list, here;
 };
 
-/* A token as it travels between blocks. */
+/* A candidate, as it travels between blocks. Key and raw score are one number of 64 bits. */
 struct alignas(16) select_listing {
-    unsigned key;
     unsigned raw;
+    unsigned key;
     unsigned index;
     unsigned unused;
 };

@@ -32,19 +32,25 @@ struct alignas(16) select_candidate {
     unsigned unused[3];
 };
 
+/* The bin that the cut is in. */
+struct alignas(16) select_found {
+    unsigned bin;
+    unsigned above;  /* tokens in higher bins */
+    unsigned inside; /* and in it */
+    unsigned first;  /* how many of those are of lower ranks */
+};
+
 /* In shared memory, followed by a select_exchange if the launch has clusters. */
 struct alignas(16) select_state {
     select_mailbox box;
-    unsigned histogram[select_bins]; /* of this block */
-    select_candidate ranked[select_ranked];
-    unsigned n_mine;   /* of this block in the list */
-    unsigned n_ranked; /* candidates so far */
-    unsigned ahead;    /* tokens that blocks of lower ranks keep */
+    unsigned histogram[select_bins];           /* of this block */
+    select_listing ranked[select_ranked];      /* candidates */
+    unsigned long long seconds[select_ranked]; /* of them, where there are such */
+    unsigned n_mine;                           /* of this block in the list */
+    unsigned n_ranked;                         /* candidates so far */
+    unsigned ahead;                            /* tokens that blocks of lower ranks keep */
     unsigned warp_counts[select_threads / 32];
-    unsigned bin;
-    unsigned above;       /* tokens in higher bins */
-    unsigned inside;      /* and in it */
-    unsigned first;       /* how many of those are of lower ranks */
+    select_found found;
     select_candidate cut; /* what of it is decided so far; at first 0, 0, 0, select_no_index */
     select_task task;     /* for functions out of line */
 };
@@ -61,29 +67,23 @@ struct select_digit {
     int number; /* 0 key, 1 second, 2 raw, 3 index */
     int shift;
     int width;
-    bool window;
 };
 
 constexpr int select_window_shift = 19;
 constexpr int select_window_base = 98 * 16;
 enum { select_round_window = 0, select_round_whole = 3, select_round_ties = 6, select_rounds = 17 };
 __device__ constexpr select_digit select_tie_digits[select_rounds - select_round_ties] = {
-    {1, 53, 11, false}, {1, 42, 11, false}, {1, 31, 11, false}, {1, 20, 11, false},
-    {1, 9, 11, false},  {1, 0, 9, false},   {2, 20, 11, false}, {2, 9, 11, false},
-    {2, 0, 9, false},   {3, 11, 11, false}, {3, 0, 11, false}};
+    {1, 53, 11}, {1, 42, 11}, {1, 31, 11}, {1, 20, 11}, {1, 9, 11}, {1, 0, 9},
+    {2, 20, 11}, {2, 9, 11},  {2, 0, 9},   {3, 11, 11}, {3, 0, 11}};
 
-/* Those of the key are made up: a table would have to be fetched. */
+/* Of all rounds but the first. Those of the key are made up: a table would have to be fetched. */
 __device__ inline select_digit select_digit_of(int round)
 {
     if (round >= select_round_ties)
         return select_tie_digits[round - select_round_ties];
     if (round >= select_round_whole)
-        return {0, round == 3 ? 21 : round == 4 ? 10 : 0, round == 5 ? 10 : 11, false};
-    return {0,
-            round == 0   ? select_window_shift
-            : round == 1 ? 8
-                         : 0,
-            round == 2 ? 8 : 11, round == 0};
+        return {0, round == 3 ? 21 : round == 4 ? 10 : 0, round == 5 ? 10 : 11};
+    return {0, round == 1 ? 8 : 0, round == 2 ? 8 : 11};
 }
 
 __device__ inline unsigned select_window_bin(unsigned key)
@@ -200,59 +200,27 @@ __device__ inline void select_count(select_state &s, const select_part &p, const
     });
 }
 
-/* The cut's bits of digit d, not one of the key, are the bin. */
-static __device__ __noinline__ void select_decide_tie(select_candidate &cut, select_digit d,
-                                                      unsigned bin)
+/* The cut's bits of digit d are the bin. */
+__device__ inline void select_decide(select_candidate &cut, const select_digit &d, unsigned bin)
 {
     const unsigned long long bits = static_cast<unsigned long long>(bin) << d.shift;
-    if (d.number == 1)
-        cut.second |= bits;
-    else if (d.number == 2)
-        cut.raw |= static_cast<unsigned>(bits);
-    else
-        cut.index &= ~static_cast<unsigned>(bits);
+    switch (d.number) {
+    case 0: cut.key |= static_cast<unsigned>(bits); break;
+    case 1: cut.second |= bits; break;
+    case 2: cut.raw |= static_cast<unsigned>(bits); break;
+    default: cut.index &= ~static_cast<unsigned>(bits);
+    }
 }
 
-/* The cut's bits of digit d are the bin, unless that is what lies outside of the window. */
-__device__ __forceinline__ void select_decide(select_candidate &cut, const select_digit &d,
-                                              unsigned bin)
+/* Finds the bin that holds the `wanted`-th best of the tokens counted, of which each thread has the
+ * `per` bins below those of the thread before it. `before`: of each bin, what lower ranks have. */
+template <int threads, int per>
+__device__ __forceinline__ select_found select_scan(select_state &s, const uint4 (&bins)[per / 4],
+                                                    const unsigned *before, unsigned wanted)
 {
-    if (d.number > 0)
-        select_decide_tie(cut, d, bin);
-    else if (!d.window)
-        cut.key |= bin << d.shift;
-    else if (bin > 0 && bin < select_bins - 1)
-        cut.key = (bin + select_window_base) << d.shift;
-}
-
-/* Finds the bin that holds the `wanted`-th best token of those counted by digit d, by this block or
- * by the crew: s.bin, how many tokens are s.above and s.inside, and the cut's bits. Clears the
- * histogram. */
-template <int threads, bool crews>
-__device__ __forceinline__ void select_find_bin(const select_crew &crew, select_state &s,
-                                                const select_digit &d, unsigned wanted,
-                                                bool by_crew, uint32_t parity)
-{
-    constexpr int per = select_bins / threads; /* bins a thread */
     const int lane = threadIdx.x % 32;
     const int warp = threadIdx.x / 32;
     const int first = select_bins - per * (static_cast<int>(threadIdx.x) + 1);
-    uint4 *own = reinterpret_cast<uint4 *>(s.histogram + first);
-    uint4 bins[per / 4];
-    __syncthreads();
-#pragma unroll
-    for (int b = 0; b < per / 4; b++) {
-        bins[b] = own[b];
-        if (!crews || !by_crew)
-            own[b] = {0, 0, 0, 0};
-    }
-#if __CUDA_ARCH__ >= 900
-    if (crews && by_crew) {
-        crew_add_histograms(crew, s.box, select_exchange_of(s), bins[0], first / 4,
-                            reinterpret_cast<uint4 *>(s.histogram), parity);
-        bins[0] = *reinterpret_cast<const uint4 *>(select_exchange_of(s).totals + first);
-    }
-#endif
     unsigned sum = 0;
 #pragma unroll
     for (int b = 0; b < per / 4; b++)
@@ -277,19 +245,53 @@ __device__ __forceinline__ void select_find_bin(const select_crew &crew, select_
                                : b % 4 == 2 ? four.z
                                : b % 4 == 1 ? four.y
                                             : four.x;
-            if (above + inside < wanted) {
-                above += inside;
-                inside = n;
-                bin = first + b;
-            }
+            const bool further = above + inside < wanted;
+            above += further ? inside : 0;
+            inside = further ? n : inside;
+            bin = further ? first + b : bin;
         }
-        s.bin = bin;
-        s.above = above;
-        s.inside = inside;
-        s.first = crews && by_crew ? select_exchange_of(s).before[bin] : 0;
-        select_decide(s.cut, d, bin);
+        s.found = {bin, above, inside, before ? before[bin] : 0};
     }
     __syncthreads();
+    return s.found;
+}
+
+/* The same of the block's histogram, which is cleared. Out of line, since it comes again: code is
+ * slow where it runs for the first time. */
+template <int threads>
+static __device__ __noinline__ select_found select_find_own_bin(select_state &s, unsigned wanted)
+{
+    constexpr int per = select_bins / threads;
+    uint4 *own = reinterpret_cast<uint4 *>(s.histogram + select_bins - per * (threadIdx.x + 1));
+    uint4 bins[per / 4];
+    __syncthreads();
+#pragma unroll
+    for (int b = 0; b < per / 4; b++) {
+        bins[b] = own[b];
+        own[b] = {0, 0, 0, 0};
+    }
+    return select_scan<threads, per>(s, bins, nullptr, wanted);
+}
+
+/* The same of the crew's, if it has several blocks. */
+template <int threads, bool crews>
+__device__ __forceinline__ select_found select_find_bin(const select_crew &crew, select_state &s,
+                                                        unsigned wanted, select_parity &parity)
+{
+#if __CUDA_ARCH__ >= 900
+    if (crews && crew.size > 1) {
+        const unsigned first = select_bins - 4 * (threadIdx.x + 1);
+        select_exchange &exchange = select_exchange_of(s);
+        __syncthreads();
+        const uint4 mine = *reinterpret_cast<const uint4 *>(s.histogram + first);
+        crew_add_histograms(crew, s.box, exchange, mine, first / 4,
+                            reinterpret_cast<uint4 *>(s.histogram), parity.totals);
+        parity.totals ^= 1;
+        const uint4 bins[1] = {*reinterpret_cast<const uint4 *>(exchange.totals + first)};
+        return select_scan<select_threads, 4>(s, bins, exchange.before, wanted);
+    }
+#endif
+    return select_find_own_bin<threads>(s, wanted);
 }
 
 /* Adds to s.ahead what lower ranks have in bins from `lowest` on. */
@@ -306,35 +308,28 @@ __device__ inline void select_add_ahead(select_state &s, unsigned lowest)
         atomicAdd(&s.ahead, sum);
 }
 
-/* Without branches. */
 __device__ inline bool select_better(const select_candidate &a, const select_candidate &b)
 {
-    const unsigned long long first[2] = {
-        static_cast<unsigned long long>(a.key) << 32 | a.second >> 32,
-        static_cast<unsigned long long>(b.key) << 32 | b.second >> 32};
-    const unsigned long long rest[2] = {a.second << 32 | a.raw, b.second << 32 | b.raw};
-    return (first[0] > first[1]) |
-           ((first[0] == first[1]) &
-            ((rest[0] > rest[1]) | ((rest[0] == rest[1]) & (a.index < b.index))));
+    if (a.key != b.key)
+        return a.key > b.key;
+    if (a.second != b.second)
+        return a.second > b.second;
+    return a.raw != b.raw ? a.raw > b.raw : a.index < b.index;
 }
 
-/* A token whose key is `key`, in full. */
-__device__ inline select_candidate select_candidate_of(const select_state &s, unsigned key,
-                                                       unsigned raw, unsigned index)
+/* A token of the part, which has this key, in full. */
+__device__ inline select_candidate select_candidate_of(const select_task &t, unsigned key,
+                                                       uint32_t i)
 {
-    return {select_has_second(s.task) ? select_second(s.task, index) : 0ull,
-            key,
-            raw,
-            index,
-            {0, 0, 0}};
+    return {
+        select_has_second(t) ? select_second(t, i) : 0ull, key, select_raw_of(t, i), i, {0, 0, 0}};
 }
 
 /* Clears the keys of tokens that tie with the cut's key and are behind it. */
 static __device__ __noinline__ void select_settle_ties(select_state &s, select_part p)
 {
     select_for_matching(s, p, 0, [&](unsigned key, uint32_t i) {
-        const unsigned raw = select_raw_of(s.task, i);
-        if (select_better(s.cut, select_candidate_of(s, key, raw, i)))
+        if (select_better(s.cut, select_candidate_of(s.task, key, i)))
             p.keys[i - p.begin] = 0;
     });
     __syncthreads();

@@ -9,13 +9,12 @@
 
 #include "kernels/cuda/select_cut.cuh"
 
-/* Calls put(place, key, raw score, token) for the part's tokens that agree with the cut from bit
- * `low` of the key on; places are counted in *n. */
+/* Calls put(place, listing) for the part's tokens that agree with `want` from bit `low` of the key
+ * on; places are counted in *n. */
 template <typename Put>
-__device__ __forceinline__ void select_collect(const select_state &s, const select_part &p, int low,
+__device__ __forceinline__ void select_collect(const select_part &p, unsigned want, int low,
                                                unsigned *n, Put put)
 {
-    const unsigned want = s.cut.key;
     const bool by_raw = p.raw != nullptr;
     const float *raw = p.raw - p.raw_first;
 #pragma unroll 1
@@ -35,76 +34,104 @@ __device__ __forceinline__ void select_collect(const select_state &s, const sele
 #pragma unroll
         for (int q = 0; q < 4; q++)
             if (is_one[q])
-                put(at++, key[q], select_raw_bits(score[q]), i + q);
+                put(at++, select_listing{select_raw_bits(score[q]), key[q], i + q, 0});
     }
 }
 
+/* What is known of a candidate that `ahead` others are better than: it is the cut, or behind it and
+ * its key is cleared, if `clears`, or one that a lower rank keeps. */
+__device__ __forceinline__ void select_place(select_state &s, const select_part &p,
+                                             const select_candidate &mine, unsigned ahead,
+                                             unsigned wanted, bool clears)
+{
+    if (ahead + 1 == wanted)
+        s.cut = mine;
+    if (ahead < wanted && mine.index < p.begin)
+        atomicAdd(&s.ahead, 1u);
+    if (clears && ahead >= wanted && mine.index >= p.begin && mine.index < p.end)
+        p.keys[mine.index - p.begin] = 0;
+}
+
+/* select_rank() where keys leave something out. */
+static __device__ __noinline__ void select_rank_seconds(select_state &s, select_part p,
+                                                        unsigned count, unsigned wanted,
+                                                        bool clears)
+{
+    if (threadIdx.x < count)
+        s.seconds[threadIdx.x] = select_second(s.task, s.ranked[threadIdx.x].index);
+    __syncthreads();
+    if (threadIdx.x < count) {
+        const auto candidate = [&](unsigned i) {
+            return select_candidate{
+                s.seconds[i], s.ranked[i].key, s.ranked[i].raw, s.ranked[i].index, {0, 0, 0}};
+        };
+        const select_candidate mine = candidate(threadIdx.x);
+        unsigned ahead = 0;
+        for (unsigned i = 0; i < count; i++)
+            ahead += select_better(candidate(i), mine);
+        select_place(s, p, mine, ahead, wanted, clears);
+    }
+    __syncthreads();
+}
+
 /* The `wanted`-th best of the `count` candidates is the cut; the keys of this block's tokens that
- * tie with its key and are behind it are cleared, and what lower ranks keep is added to s.ahead.
- * Several threads a candidate, each comparing it with its share of the others. */
+ * are behind it are cleared, and what lower ranks keep is added to s.ahead. Several threads a
+ * candidate, each comparing it with its share of the others. */
 template <int threads>
 __device__ __forceinline__ void select_rank(select_state &s, const select_part &p, unsigned count,
-                                            unsigned wanted)
+                                            unsigned wanted, bool clears)
 {
     constexpr int log_threads = threads == select_threads ? select_log_threads : 7;
     static_assert(1 << log_threads == threads, "a shift, as division would be much code");
     const int log_per = min(5, __clz(count - 1) - (32 - log_threads));
     const unsigned per = 1u << log_per;
-    const unsigned which = threadIdx.x >> log_per;
-    unsigned ahead = 0; /* and from bit 16 on, those with higher keys */
+    const unsigned which = min(threadIdx.x >> log_per, count - 1);
+    const unsigned part = threadIdx.x & (per - 1);
+    unsigned ahead = 0;
     __syncthreads();
     if (select_has_second(s.task)) {
-        if (threadIdx.x < count)
-            s.ranked[threadIdx.x].second = select_second(s.task, s.ranked[threadIdx.x].index);
-        __syncthreads();
+        select_rank_seconds(s, p, count, wanted, clears);
+        return;
     }
-    if (which < count) {
-        const select_candidate mine = s.ranked[which];
+    const select_listing mine = s.ranked[which];
+    const unsigned long long number = static_cast<unsigned long long>(mine.key) << 32 | mine.raw;
 #pragma unroll 1
-        for (unsigned i = threadIdx.x & (per - 1); i < count; i += per)
-            ahead += select_better(s.ranked[i], mine) + (s.ranked[i].key > mine.key ? 1u << 16 : 0);
+    for (unsigned i = part; i < count; i += per) {
+        const select_listing l = s.ranked[i];
+        const unsigned long long other = static_cast<unsigned long long>(l.key) << 32 | l.raw;
+        ahead += (other > number) | ((other == number) & (l.index < mine.index));
     }
 #pragma unroll 1
     for (unsigned step = per / 2; step; step /= 2)
         ahead += __shfl_xor_sync(~0u, ahead, step);
-    if (which < count && (threadIdx.x & (per - 1)) == 0) {
-        const unsigned index = s.ranked[which].index;
-        const bool ties = ahead >> 16 < wanted; /* its key is the cut's, or above it */
-        ahead &= 0xffff;
-        if (ahead + 1 == wanted)
-            s.cut = s.ranked[which];
-        if (ahead < wanted && index < p.begin)
-            atomicAdd(&s.ahead, 1u);
-        if (ahead >= wanted && ties && index >= p.begin && index < p.end)
-            p.keys[index - p.begin] = 0;
-    }
+    if (part == 0 && threadIdx.x >> log_per == which)
+        select_place(s, p, {0, mine.key, mine.raw, mine.index, {0, 0, 0}}, ahead, wanted, clears);
     __syncthreads();
 }
 
-/* In a crew: settles which of its `all` tokens that agree with the cut from bit `low` on are kept,
+/* In a crew: settles which of its `all` tokens that agree with `key` from bit `low` on are kept,
  * `wanted` of them. False if more tie in their keys than can be ranked here; `wanted` of those are
- * then kept. */
+ * then kept, and their key is the cut's. */
 template <int threads>
 __device__ __forceinline__ bool select_finish_crew(const select_crew &crew, select_state &s,
-                                                   const select_part &p, int low, unsigned all,
-                                                   unsigned &wanted, select_parity &parity)
+                                                   const select_part &p, unsigned key, int low,
+                                                   const select_found &found, unsigned &wanted,
+                                                   bool clears, select_parity &parity)
 {
     select_listing *list = select_exchange_of(s).list;
-    const unsigned first = s.first;
+    const unsigned all = found.inside;
     unsigned count = all;
-    select_collect(s, p, low, &s.n_mine, [&](unsigned at, unsigned key, unsigned raw, uint32_t i) {
-        list[first + at] = {key, raw, i, 0};
-    });
+    select_collect(p, key, low, &s.n_mine,
+                   [&](unsigned at, const select_listing &l) { list[found.first + at] = l; });
     __syncthreads();
 #if __CUDA_ARCH__ >= 900
-    crew_share_list(crew, s.box, list, first, s.n_mine, all, parity.list);
+    crew_share_list(crew, s.box, list, found.first, s.n_mine, all, parity.list);
     parity.list ^= 1;
 #endif
 #pragma unroll 1
     while (count > select_ranked && count > wanted && low > 0) {
         const int high = low;
         low = high > 11 ? high - 11 : 0;
-        const unsigned key = s.cut.key;
         const unsigned mask = (1u << (high - low)) - 1;
 #pragma unroll 1
         for (unsigned i = threadIdx.x; i < all; i += threads) {
@@ -112,14 +139,13 @@ __device__ __forceinline__ bool select_finish_crew(const select_crew &crew, sele
             if ((other ^ key) >> high == 0)
                 atomicAdd(s.histogram + (other >> low & mask), 1u);
         }
-        const select_digit d = {0, low, high - low, false};
-        select_find_bin<threads, true>(crew, s, d, wanted, false, 0);
-        wanted -= s.above;
-        count = s.inside;
+        const select_found narrower = select_find_own_bin<threads>(s, wanted);
+        wanted -= narrower.above;
+        count = narrower.inside;
+        key |= narrower.bin << low;
     }
     /* What is left, unless all of it is kept or it is too much; what is before it is kept. */
     const bool ranks = count > wanted && count <= select_ranked;
-    const unsigned key = s.cut.key;
     unsigned ahead = 0;
 #pragma unroll 1
     for (unsigned i = threadIdx.x; i < all; i += threads) {
@@ -127,82 +153,120 @@ __device__ __forceinline__ bool select_finish_crew(const select_crew &crew, sele
         if ((l.key ^ key) >> low != 0)
             ahead += l.key > key && l.index < p.begin;
         else if (ranks)
-            s.ranked[atomicAdd(&s.n_ranked, 1u)] = {0, l.key, l.raw, l.index, {0, 0, 0}};
+            s.ranked[atomicAdd(&s.n_ranked, 1u)] = l;
         else
             ahead += count == wanted && l.index < p.begin;
     }
     if (ahead > 0)
         atomicAdd(&s.ahead, ahead);
-    if (ranks)
-        select_rank<threads>(s, p, count, wanted);
-    else
-        __syncthreads();
-    return ranks || count == wanted;
+    if (ranks) {
+        select_rank<threads>(s, p, count, wanted, clears);
+        return true;
+    }
+    if (threadIdx.x == 0)
+        s.cut.key = key;
+    __syncthreads();
+    return count == wanted;
 }
 
 /* The same of a block alone, which has room for all of them in s.ranked. */
 template <int threads>
-__device__ __forceinline__ void select_finish_alone(select_state &s, const select_part &p, int low,
-                                                    unsigned all, unsigned wanted)
+__device__ __forceinline__ void select_finish_alone(select_state &s, const select_part &p,
+                                                    unsigned key, int low, unsigned all,
+                                                    unsigned wanted, bool clears)
 {
-    select_collect(s, p, low, &s.n_ranked,
-                   [&](unsigned at, unsigned key, unsigned raw, uint32_t i) {
-                       s.ranked[at] = {0, key, raw, i, {0, 0, 0}};
-                   });
-    select_rank<threads>(s, p, all, wanted);
+    select_collect(p, key, low, &s.n_ranked,
+                   [&](unsigned at, const select_listing &l) { s.ranked[at] = l; });
+    select_rank<threads>(s, p, all, wanted, clears);
+}
+
+/* select_find_cut() from a later round on: the cut has the digits before. */
+template <int threads, bool crews>
+static __device__ __noinline__ void select_find_late(const select_crew &crew, select_state &s,
+                                                     select_part p, unsigned wanted, unsigned few,
+                                                     bool clears, int round, select_parity &parity)
+{
+    const bool several = crews && crew.size > 1;
+    for (;;) {
+        if (round == select_round_ties && !select_has_second(s.task))
+            round += 6; /* on to raw scores */
+        const select_digit d = select_digit_of(round);
+        select_count(s, p, d);
+        const select_found found = select_find_bin<threads, crews>(crew, s, wanted, parity);
+        wanted -= found.above;
+        if (threadIdx.x == 0)
+            select_decide(s.cut, d, found.bin);
+        if (several)
+            select_add_ahead(s, found.inside == wanted ? found.bin : found.bin + 1);
+        __syncthreads();
+        if (found.inside == wanted) /* the whole bin is kept: its lower end is the cut */
+            break;
+        round = round == select_round_whole - 1 ? int(select_round_ties) : round + 1;
+        if (d.number > 0 || found.inside > few)
+            continue;
+        if (!several) {
+            select_finish_alone<threads>(s, p, s.cut.key, d.shift, found.inside, wanted, clears);
+            return;
+        }
+#if __CUDA_ARCH__ >= 900
+        if (crews) {
+            if (select_finish_crew<threads>(crew, s, p, s.cut.key, d.shift, found, wanted, clears,
+                                            parity))
+                return;
+            crew_wait_for_all(crew, s.box, parity.here);
+            parity.here ^= 1;
+            round = select_round_ties;
+        }
+#endif
+    }
+    if (round >= select_round_ties && clears)
+        select_settle_ties(s, p);
 }
 
 /* Finds the `wanted`-th best token of the unit: those up to it are those whose keys are not below
- * s.cut.key, once this returns; the keys of others that tie with it are 0. The first digit is
- * counted already; `listed` is how long a list can
+ * s.cut.key, once this returns, but that the keys of others that tie with it are 0, or still there
+ * unless this `clears` them. The first digit is counted already; `listed` is how long a list can
  * be. */
 template <int threads, bool crews>
 __device__ __forceinline__ void select_find_cut(const select_crew &crew, select_state &s,
                                                 const select_part &p, unsigned wanted,
-                                                unsigned listed, select_parity &parity)
+                                                unsigned listed, bool clears, select_parity &parity)
 {
     const bool several = crews && crew.size > 1;
     const unsigned few = several ? listed : min(threads / 4, select_ranked);
-    int round = select_round_window;
-#pragma unroll 1 /* the code should fit the instruction cache */
-    for (;;) {
-        const select_digit d = select_digit_of(round);
-        if (round > select_round_window)
-            select_count(s, p, d);
-        select_find_bin<threads, crews>(crew, s, d, wanted, several, parity.totals);
-        parity.totals ^= 1;
-        if (d.window && (s.bin == 0 || s.bin == select_bins - 1)) {
-            round = select_round_whole;
-            continue;
-        }
-        wanted -= s.above;
-        const unsigned inside = s.inside;
-        if (several)
-            select_add_ahead(s, inside == wanted ? s.bin : s.bin + 1);
-        if (inside == wanted) /* the whole bin is kept: its lower end is the cut */
-            break;
-        if (d.number == 0 && inside <= few) {
-            if (!several) {
-                select_finish_alone<threads>(s, p, d.shift, inside, wanted);
-                return;
-            }
-#if __CUDA_ARCH__ >= 900
-            if (crews) {
-                if (select_finish_crew<threads>(crew, s, p, d.shift, inside, wanted, parity))
-                    return;
-                crew_wait_for_all(crew, s.box, parity.here);
-                parity.here ^= 1;
-                round = select_round_ties - 1;
-            }
-#endif
-        }
-        round = round == select_round_whole - 1 ? int(select_round_ties) : round + 1;
-        if (round == select_round_ties && !select_has_second(s.task))
-            round += 6; /* on to raw scores */
+    const select_found found = select_find_bin<threads, crews>(crew, s, wanted, parity);
+    if (found.bin == 0 || found.bin == select_bins - 1) {
+        select_find_late<threads, crews>(crew, s, p, wanted, few, clears, select_round_whole,
+                                         parity);
+        return;
     }
-    __syncthreads(); /* s.ahead */
-    if (round >= select_round_ties)
-        select_settle_ties(s, p);
+    const unsigned key = (found.bin + select_window_base) << select_window_shift;
+    wanted -= found.above;
+    if (threadIdx.x == 0)
+        s.cut.key = key;
+    if (several)
+        select_add_ahead(s, found.inside == wanted ? found.bin : found.bin + 1);
+    int late = 1;
+    if (found.inside == wanted) { /* the whole bin is kept: its lower end is the cut */
+        __syncthreads();
+        return;
+    }
+    if (found.inside <= few && !several) {
+        select_finish_alone<threads>(s, p, key, select_window_shift, found.inside, wanted, clears);
+        return;
+    }
+#if __CUDA_ARCH__ >= 900
+    if (crews && found.inside <= few) {
+        if (select_finish_crew<threads>(crew, s, p, key, select_window_shift, found, wanted, clears,
+                                        parity))
+            return;
+        crew_wait_for_all(crew, s.box, parity.here);
+        parity.here ^= 1;
+        late = select_round_ties;
+    }
+#endif
+    __syncthreads(); /* s.cut */
+    select_find_late<threads, crews>(crew, s, p, wanted, few, clears, late, parity);
 }
 
 #endif
