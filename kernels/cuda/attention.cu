@@ -7,13 +7,14 @@
  *            their order, sink logits with them.
  *   score    item = (unit, up to 512 keys). Logits again, p, reduced over all rows.
  *
- * Keys [n][D], D up to 128. A warp takes 16 keys at a time: keys are the rows of its products
- * (16 x 8 x 16), query rows the columns. The order in which dimensions are added up is free, so a
+ * Keys [n][D], D up to 128. A warp takes 16 keys at a time: keys are the columns of its products
+ * (16 x 8 x 16), query rows the rows. The order in which dimensions are added up is free, so a
  * lane's four words of a product are one load of 16 bytes, straight from where the keys lie;
  * queries wait in shared memory in the same order. The next tile's load begins as soon as the last
- * product has taken this one's words. Logits are in units of log2. Nothing here is left out of
- * sums, since p itself needs no 1 - p. 128 threads, so that a multiprocessor has five of them and
- * one Llama layer is all under way at once.
+ * product has taken this one's words. Long units have it the other way round: queries in
+ * registers, keys in shared memory (attention_long.cuh). Logits are in units of log2. Nothing here
+ * is left out of sums, since p itself needs no 1 - p. 128 threads, so that a multiprocessor has
+ * four or five of them and one Llama layer is all under way at once.
  *
  * Ranges depend on the block alone, so neither neighbours nor the split of score show in the bits.
  *
@@ -21,13 +22,14 @@
  */
 #include <string.h>
 
-#include "kernels/cuda/attention_score.cuh"
-#include "kernels/cuda/attention_weigh.cuh"
+#include "kernels/cuda/attention_long.cuh"
 
 namespace
 {
 
 constexpr uint32_t max_ranges = 64;
+constexpr uint32_t max_long_ranges = 48; /* leaves room for score to get ready */
+constexpr uint32_t min_long_keys = 16385;
 constexpr uint32_t min_range_keys = 256;
 constexpr size_t unit_partial_bytes = 4u << 20;
 
@@ -38,23 +40,43 @@ struct variant {
     uint32_t dtype;
     uint32_t head_dim; /* at most */
     int fold;
+    bool is_long;
+    size_t shared_bytes;
     kernel_fn weigh;
     kernel_fn score;
 };
 
-template <bool bf16, int blocks, int fold> constexpr variant row_of()
+template <bool bf16, int blocks, int fold, bool is_long> constexpr variant row_of()
 {
-    return {bf16 ? static_cast<uint32_t>(DKV_BF16) : static_cast<uint32_t>(DKV_FP16), 32 * blocks,
-            fold, weigh<bf16, blocks>, score<bf16, blocks, fold>};
+    return {bf16 ? static_cast<uint32_t>(DKV_BF16) : static_cast<uint32_t>(DKV_FP16),
+            32 * blocks,
+            fold,
+            is_long,
+            is_long ? warps * key_ring<blocks>::bytes : 0,
+            is_long ? weigh_long<bf16, blocks> : weigh<bf16, blocks>,
+            is_long ? score_long<bf16, blocks, fold> : score<bf16, blocks, fold>};
 }
 
-const variant variants[] = {
-    row_of<true, 2, fold_sum>(),  row_of<true, 2, fold_max>(),  row_of<true, 2, fold_variance>(),
-    row_of<true, 4, fold_sum>(),  row_of<true, 4, fold_max>(),  row_of<true, 4, fold_variance>(),
-    row_of<false, 2, fold_sum>(), row_of<false, 2, fold_max>(), row_of<false, 2, fold_variance>(),
-    row_of<false, 4, fold_sum>(), row_of<false, 4, fold_max>(), row_of<false, 4, fold_variance>(),
-};
+#define ROWS_OF(bf16, blocks)                                                            \
+    row_of<bf16, blocks, fold_sum, true>(), row_of<bf16, blocks, fold_sum, false>(),     \
+        row_of<bf16, blocks, fold_max, true>(), row_of<bf16, blocks, fold_max, false>(), \
+        row_of<bf16, blocks, fold_variance, true>(), row_of<bf16, blocks, fold_variance, false>()
+
+const variant variants[] = {ROWS_OF(true, 2), ROWS_OF(true, 4), ROWS_OF(false, 2),
+                            ROWS_OF(false, 4)};
 constexpr uint32_t n_variants = sizeof(variants) / sizeof(variants[0]);
+
+/* Slots of a query head. */
+uint32_t head_slots(const dkv_cu_block &block)
+{
+    return block.variance ? (block.window + 7) / 8 * 8 : block.window;
+}
+
+/* Whether attention_long.cuh has the kernels. */
+bool is_long(const dkv_cu_block &block)
+{
+    return block.n_valid >= min_long_keys && block.group * head_slots(block) <= chunk_slots;
+}
 
 /* n_variants: none. */
 uint32_t variant_of(const dkv_cu_block &block)
@@ -63,8 +85,9 @@ uint32_t variant_of(const dkv_cu_block &block)
                      : block.reduce == DKV_REDUCE_MAX ? fold_max
                                                       : fold_sum;
     uint32_t v = 0;
-    while (v < n_variants && !(variants[v].dtype == block.k.dtype &&
-                               block.head_dim <= variants[v].head_dim && variants[v].fold == fold))
+    while (v < n_variants &&
+           !(variants[v].dtype == block.k.dtype && block.head_dim <= variants[v].head_dim &&
+             variants[v].fold == fold && variants[v].is_long == is_long(block)))
         v++;
     return v;
 }
@@ -78,12 +101,13 @@ const dkv_cu_block &block_of(const dkv_cu_wave *wave, uint32_t unit)
 place place_of(const dkv_cu_block &block)
 {
     place p = {};
-    p.per_head = block.variance ? (block.window + 7) / 8 * 8 : block.window;
+    p.per_head = head_slots(block);
     p.n_slots = block.group * p.per_head;
     p.group_slots = block.variance ? group_slots_max / p.per_head * p.per_head : group_slots_max;
     p.n_groups = ceil_div(p.n_slots, p.group_slots);
     size_t ranges = unit_partial_bytes / (p.n_slots * sizeof(partial));
-    ranges = ranges > max_ranges ? max_ranges : ranges < 4 ? 4 : ranges;
+    const size_t most = is_long(block) ? max_long_ranges : max_ranges;
+    ranges = ranges > most ? most : ranges < 4 ? 4 : ranges;
     size_t keys = (block.n_valid + ranges - 1) / ranges;
     keys = keys < min_range_keys ? min_range_keys : keys;
     p.range_keys = static_cast<uint32_t>((keys + tile_keys * warps - 1) / (tile_keys * warps) *
@@ -166,15 +190,30 @@ size_t make_plan(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t 
 /* Whether the code that this device loaded has weigh and score overlap. */
 bool overlaps;
 
+/* Raises a kernel's limit, and loads it now, not at its first launch. */
+cudaError_t prepare_kernel(kernel_fn kernel, size_t shared_bytes, cudaFuncAttributes *attributes)
+{
+    const void *function = reinterpret_cast<const void *>(kernel);
+    cudaError_t error = cudaFuncGetAttributes(attributes, function);
+    if (error != cudaSuccess || shared_bytes == 0)
+        return error;
+    error = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(shared_bytes));
+    if (error == cudaSuccess)
+        error = cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                     cudaSharedmemCarveoutMaxShared);
+    return error;
+}
+
 cudaError_t prepare(const dkv_cu_device *)
 {
-    cudaFuncAttributes attributes = {}; /* loads kernels now, not at their first launch */
+    cudaFuncAttributes attributes = {};
     cudaError_t error = cudaSuccess;
     for (const variant &v : variants) {
         if (error == cudaSuccess)
-            error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void *>(v.weigh));
+            error = prepare_kernel(v.weigh, v.shared_bytes, &attributes);
         if (error == cudaSuccess)
-            error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void *>(v.score));
+            error = prepare_kernel(v.score, v.shared_bytes, &attributes);
     }
     overlaps = error == cudaSuccess && attributes.ptxVersion >= 90;
     return error;
@@ -217,8 +256,8 @@ void fill(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t first, 
 }
 
 /* `early`: may start before the kernel before it ends, for which it waits itself. */
-cudaError_t launch_kernel(kernel_fn kernel, uint32_t items, attention_args args, bool early,
-                          cudaStream_t stream)
+cudaError_t launch_kernel(kernel_fn kernel, uint32_t items, size_t shared_bytes,
+                          attention_args args, bool early, cudaStream_t stream)
 {
     cudaLaunchAttribute attribute = {};
     attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -226,6 +265,7 @@ cudaError_t launch_kernel(kernel_fn kernel, uint32_t items, attention_args args,
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(items);
     config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = early ? 1 : 0;
@@ -250,9 +290,11 @@ cudaError_t launch(const dkv_cu_device *, const dkv_cu_wave *wave, uint32_t, uin
             reinterpret_cast<unsigned *>(const_cast<unsigned char *>(bytes) + list.counters_at),
             list.n_places,
             list.score_keys};
-        error = launch_kernel(variants[v].weigh, list.items[0], args, false, stream);
+        error = launch_kernel(variants[v].weigh, list.items[0], variants[v].shared_bytes, args,
+                              false, stream);
         if (error == cudaSuccess)
-            error = launch_kernel(variants[v].score, list.items[1], args, overlaps, stream);
+            error = launch_kernel(variants[v].score, list.items[1], variants[v].shared_bytes, args,
+                                  overlaps, stream);
     }
     return error;
 }

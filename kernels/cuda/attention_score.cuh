@@ -165,8 +165,7 @@ __global__ void __launch_bounds__(threads, resident) score(const attention_args 
     const int last_tile = static_cast<int>((end_key - begin - 1) / tile_keys);
     const int warp = threadIdx.x / 32;
     const int top_tile = last_tile - warp; /* the warp's first; warps take tiles in turn */
-    const row_result *all = reinterpret_cast<const row_result *>(
-        work.unit.work + results_offset(at.n_ranges, at.n_slots));
+    const row_result *all = results_of(work);
     const scaling scale = scaling_of(block);
     const head_rule rule = head_rule_of(block);
     const key_source source = source_of<blocks>(work);

@@ -107,11 +107,43 @@ __device__ void settle(const job &work, const row_group &group, uint32_t sharing
     for (uint32_t part = 1; part < threads / slots; part++)
         join(state, room[part * slots + mine]);
     const uint32_t slot = group.first_slot + mine;
-    row_result *results = reinterpret_cast<row_result *>(work.unit.work +
-                                                         results_offset(at.n_ranges, at.n_slots));
-    results[slot] = result_of(work, state, slot / at.per_head, slot % at.per_head);
+    results_of(work)[slot] = result_of(work, state, slot / at.per_head, slot % at.per_head);
     if (slot == 0)
         *work.unit.exponent = 0;
+}
+
+/* A range is through: its partials, of warps with the same chunk together, and if it is the last
+ * one, everything. `room`: one partial per thread. */
+__device__ inline void finish_range(const attention_args &args, const job &work,
+                                    const row_group &group, uint32_t range, uint32_t index,
+                                    uint32_t sharing, partial (&mine)[n_columns], partial *room)
+{
+    __shared__ bool is_last;
+    const place &at = work.at;
+    const uint32_t lane = threadIdx.x % 32;
+    const uint32_t warp = threadIdx.x / 32;
+    join_lanes(mine);
+    if (lane % 4 == 0)
+#pragma unroll
+        for (int r = 0; r < n_columns; r++)
+            room[warp * 32 + r * 8 + lane / 4] = mine[r];
+    __syncthreads();
+    if (threadIdx.x < group.n_slots) { /* of chunk `warp`: warps with its number, and so on */
+        partial state = room[threadIdx.x];
+        for (uint32_t w = warp + sharing; w < warps; w += sharing)
+            join(state, room[w * 32 + lane]);
+        reinterpret_cast<partial *>(work.unit.work)[static_cast<size_t>(range) * at.n_slots +
+                                                    group.first_slot + threadIdx.x] = state;
+        __threadfence();
+    }
+    __syncthreads();
+    if (threadIdx.x == 0)
+        is_last = atomicAdd(args.counters + at.counter + index, 1u) + 1 == at.n_ranges;
+    __syncthreads();
+    if (!is_last)
+        return;
+    __threadfence();
+    settle(work, group, sharing, room);
 }
 
 /* ---- the kernel ---- */
@@ -124,8 +156,8 @@ __global__ void __launch_bounds__(threads, resident) weigh(const attention_args 
     __shared__ job work;
     __shared__ uint4 queries[group_slots_max / 8 * blocks * 32];
     __shared__ int last_keys[group_slots_max];
+    static_assert(group_slots_max == threads, "a slot each thread");
     __shared__ partial room[threads];
-    __shared__ bool is_last;
     start_dependents();
     const uint32_t item = open_job(args, 0, blockIdx.x, work);
     const place &at = work.at;
@@ -133,7 +165,6 @@ __global__ void __launch_bounds__(threads, resident) weigh(const attention_args 
     const uint32_t range = item / at.n_groups;
     const row_group group = group_of(at, item % at.n_groups);
     const uint32_t sharing = group.n_chunks > 2 ? 4 : group.n_chunks;
-    const uint32_t lane = threadIdx.x % 32;
     const uint32_t warp = threadIdx.x / 32;
     const uint32_t chunk = warp % sharing;
     const uint32_t end_key = chunk < group.n_chunks
@@ -150,12 +181,7 @@ __global__ void __launch_bounds__(threads, resident) weigh(const attention_args 
     if (first_key < end_key)
         load_keys(work, source, first_key, end_key, tile);
     load_queries<blocks>(work, group, queries);
-    if (threadIdx.x < group_slots_max) {
-        const uint32_t t = (group.first_slot + threadIdx.x) % at.per_head;
-        last_keys[threadIdx.x] = threadIdx.x < group.n_slots && t < block.window
-                                     ? static_cast<int>(block.n_valid - block.window + t)
-                                     : -1;
-    }
+    last_keys[threadIdx.x] = last_key_of(work, group, threadIdx.x);
 #pragma unroll
     for (int r = 0; r < n_columns; r++)
         mine[r] = nothing;
@@ -177,28 +203,7 @@ __global__ void __launch_bounds__(threads, resident) weigh(const attention_args 
     if (odd != 0)
         atomicOr(&work.unit.report->flags, DKV_CU_RETRY);
 
-    join_lanes(mine);
-    if (lane % 4 == 0)
-#pragma unroll
-        for (int r = 0; r < n_columns; r++)
-            room[warp * 32 + r * 8 + lane / 4] = mine[r];
-    __syncthreads();
-    if (threadIdx.x < group.n_slots) { /* of chunk `warp`: warps with its number, and so on */
-        partial state = room[threadIdx.x];
-        for (uint32_t w = warp + sharing; w < warps; w += sharing)
-            join(state, room[w * 32 + lane]);
-        reinterpret_cast<partial *>(work.unit.work)[static_cast<size_t>(range) * at.n_slots +
-                                                    group.first_slot + threadIdx.x] = state;
-        __threadfence();
-    }
-    __syncthreads();
-    if (threadIdx.x == 0)
-        is_last = atomicAdd(args.counters + at.counter + item % at.n_groups, 1u) + 1 == at.n_ranges;
-    __syncthreads();
-    if (!is_last)
-        return;
-    __threadfence();
-    settle(work, group, sharing, room);
+    finish_range(args, work, group, range, item % at.n_groups, sharing, mine, room);
 }
 
 } // namespace

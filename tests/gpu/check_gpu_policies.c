@@ -1,8 +1,9 @@
 /* Every policy and budget on the CUDA engine, in batches of mixed policies over every layout.
  *
  * Each answer is held against the float64 oracle and counted against the CPU engine's; then it is
- * asked for again alone, and every bit must be the same. At last some blocks whose heads are
- * selected together and do not fit into one wave: those are held against the CPU engine.
+ * asked for again alone, and every bit must be the same. One more batch has long blocks. At last
+ * some blocks whose heads are selected together and do not fit into one wave: those are held
+ * against the CPU engine.
  *
  * usage: check_gpu_policies [CASES [SEED]]; prints a line per failure with the seed that makes it.
  * Exit 77 without a device.
@@ -246,7 +247,7 @@ int main(int argc, char **argv)
     };
     const unsigned long cases = argc > 1 ? strtoul(argv[1], NULL, 10) : 256;
     const uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
-    struct tally tally = {.totals = {.medians = must_alloc(cases + BATCH, sizeof(double))}};
+    struct tally tally = {.totals = {.medians = must_alloc(cases + 2 * BATCH, sizeof(double))}};
     struct dkv_scorer cuda, cpu = {.ops = &dkv_engine_cpu};
     struct dkv_error err;
     dkv_gpu_open(&cuda);
@@ -255,6 +256,7 @@ int main(int argc, char **argv)
     for (unsigned long done = 0; done < cases; done += BATCH)
         run_batch(&tally, seed + done, cases - done < BATCH ? (unsigned)(cases - done) : BATCH,
                   &cuda, &cpu);
+    run_batch(&tally, seed + DKV_POLICY_LONG, BATCH, &cuda, &cpu);
     for (size_t i = 0; i < sizeof(larges) / sizeof(larges[0]); i++)
         run_large(&tally, &larges[i], &cuda, &cpu);
     printf("%lu cases: %llu right, %llu failed; median error %.2g, maximum %.2g; %llu with the CPU "

@@ -86,6 +86,17 @@ static struct dkv_shape pick_shape(struct dkv_random *random, const char *policy
     return shape;
 }
 
+static void make_long(struct dkv_shape *shape)
+{
+    shape->n_tokens += 16400;
+    shape->kv_heads = 1;
+    shape->v_dim = 16; /* the reference takes seconds with more */
+    shape->q_heads = shape->q_heads > 4 ? 4 : shape->q_heads;
+    shape->q_rows = shape->q_rows > 8 ? 8 : shape->q_rows;
+    shape->q_dtype = shape->q_dtype == DKV_FP16 ? DKV_FP16 : DKV_BF16;
+    shape->kv_dtype = shape->q_dtype;
+}
+
 /* Heads, chunks. Where p is rounded, scores tie by chance and heads' counts with them. */
 static void pick_budget(struct dkv_case *c, struct dkv_random *random, const char *policy)
 {
@@ -171,7 +182,10 @@ void dkv_policy_case(struct dkv_case *c, uint64_t seed, struct dkv_policy_extras
 {
     struct dkv_random random = {seed * 0x9e3779b97f4a7c15u};
     const char *policy = dkv_policy_names[seed % dkv_policy_count];
-    dkv_case_init(c, pick_shape(&random, policy));
+    struct dkv_shape shape = pick_shape(&random, policy);
+    if (seed & DKV_POLICY_LONG)
+        make_long(&shape);
+    dkv_case_init(c, shape);
     if (dkv_random_once_in(&random, 5))
         c->block.valid_from = dkv_random_range(&random, 0, c->block.n_tokens - 2);
     if (dkv_random_once_in(&random, 5)) {

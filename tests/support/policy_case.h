@@ -20,6 +20,10 @@ void dkv_policy_give_extras(struct dkv_case *c, struct dkv_random *random,
                             struct dkv_policy_extras *extras);
 void dkv_policy_drop_extras(struct dkv_policy_extras *extras);
 
+/* Added to a seed: a block of 16-bit numbers that is so long that the CUDA engine has other kernels
+ * for it. */
+#define DKV_POLICY_LONG ((uint64_t)1 << 40)
+
 /* A planned case of policy number seed % dkv_policy_count. */
 void dkv_policy_case(struct dkv_case *c, uint64_t seed, struct dkv_policy_extras *extras);
 
