@@ -17,6 +17,8 @@
 #include "server/job.h"
 #include "server/session_priv.h"
 
+#include <uv.h>
+
 /* Query rows of one block that lie around the end of a ring, and are copied one after the other. */
 struct dkv_ask_ring {
     const struct dkv_region *region; /* NULL: the rows are read where they lie */
@@ -30,7 +32,8 @@ struct dkv_ask_ring {
 enum dkv_ask_phase {
     DKV_ASK_BUILDING,
     DKV_ASK_FENCED,
-    DKV_ASK_QUEUED, /* with the backend */
+    DKV_ASK_QUEUED,  /* with the backend */
+    DKV_ASK_WRITING, /* with a thread that writes the answer */
     DKV_ASK_ENDED,
 };
 
@@ -55,6 +58,10 @@ struct dkv_ask {
     struct dkv_error error;
     bool answered; /* its deadline passed while the work ran: counted, told, and out of all lists */
     struct dkv_job own_job;
+
+    /* While a thread writes the answer. */
+    uv_work_t work;
+    void (*written)(struct dkv_ask *ask);
 };
 
 /* ---- ask.c: building ---- */
@@ -77,6 +84,12 @@ enum dkv_status dkv_ask_build_blocks(struct dkv_ask *ask, const struct dkv_wire_
 
 /* Bytes of the answer's numbers. */
 uint64_t dkv_ask_answer_bytes(const struct dkv_ask *ask);
+
+/* ---- ask_write.c: answers that the front writes ---- */
+
+/* Writes the answer to its place, if it has one that no worker has written to; ask->error says how
+ * that went. False: a thread does it, and `written` follows, on the loop. */
+bool dkv_ask_write(struct dkv_ask *ask, void (*written)(struct dkv_ask *ask));
 
 /* ---- ask_names.c: what the message names ---- */
 

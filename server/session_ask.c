@@ -32,6 +32,8 @@ static void on_job_done(struct dkv_job *job, void *owner)
     dkv_metrics_batch(&ask->server->metrics, job);
     if (job->status != DKV_OK)
         ask->error = job->error;
+    else if (session != NULL && !dkv_ask_write(ask, end_ask))
+        return;
     if (!settle_ask(ask, session))
         return;
     /* More of its answers may be in the same batch. */
@@ -299,10 +301,6 @@ static bool settle_ask(struct dkv_ask *ask, struct dkv_session *session)
     dkv_list_remove(&ask->node);
     if (session == NULL)
         ask->error.status = DKV_E_CANCELLED;
-    else if (ask->error.status == DKV_OK && ask->output != NULL &&
-             (ask->job->target == NULL || ask->job->degraded))
-        dkv_region_write(ask->output, ask->output_offset, ask->job->keep, dkv_ask_answer_bytes(ask),
-                         &ask->error);
     count_answer(ask);
     dkv_ask_let_go(ask);
     if (session == NULL || session->conn == NULL) {
@@ -436,6 +434,7 @@ static void call_off(struct dkv_ask *ask)
         dkv_error_set(&err, DKV_E_CANCELLED, "the request was cancelled");
         fail_ask(ask, &err);
         return;
+    case DKV_ASK_WRITING: /* it is too late, and comes back soon */
     case DKV_ASK_ENDED: return;
     }
 }

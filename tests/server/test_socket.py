@@ -193,6 +193,34 @@ class Answers(unittest.TestCase):
             message = wire.score_blocks([inline_block(0, number)], PARAMS, output=(region, offset, room))
             self.assertEqual(client.ask(wire.SCORE_BLOCKS, message).error()[0], status)
 
+    def test_large_results_that_no_worker_writes_are_a_threads_work(self):
+        tokens = 100000
+        data = tensors() + bytes(2 * 32 * tokens)
+        params = wire.integer(wire.WINDOW, 8) + wire.integer(wire.KEEP_TOKENS, 24)
+        block = inline_block(tokens=tokens)
+        with SocketDaemon("--request-timeout-ms", "60000") as daemon, Client(daemon.path) as client:
+            def n_threads():
+                return len(os.listdir("/proc/%d/task" % daemon.process.pid))
+            wanted = client.ask(wire.SCORE_BLOCKS, wire.score_blocks([block], params, flags=1), data[: QUERY_BYTES + 2 * 32 * tokens])
+            size = 96 + 4 * tokens
+            place = self.memory(b"\xee" * (size + 256), sealed=False)
+            output = client.add_memfd(place.fd, size + 256, writable=1)
+            small = wire.score_blocks([inline_block()], PARAMS, output=(output, 128, 96))
+            client.ask(wire.SCORE_BLOCKS, small, tensors()).keep(place.map[128 : 128 + 96])
+            before = n_threads()
+            message = wire.score_blocks([block], params, flags=1, output=(output, 128, size))
+            answer = client.ask(wire.SCORE_BLOCKS, message, data[: QUERY_BYTES + 2 * 32 * tokens])
+            self.assertGreater(n_threads(), before)  # the loop's alone until then
+            self.assertEqual(answer.kind, wire.RESULT)
+            self.assertEqual(place.map[128 : 128 + size], wanted.bulk)
+            self.assertEqual((place.map[:128], place.map[128 + size :]), (b"\xee" * 128, b"\xee" * 128))
+            for _ in range(4):  # who leaves meanwhile, and the daemon's end
+                with Client(daemon.path) as other:
+                    number = other.add_memfd(place.fd, size + 256, writable=1)
+                    other.send(wire.SCORE_BLOCKS, wire.score_blocks([block], params, flags=1, output=(number, 0, size)),
+                               data[: QUERY_BYTES + 2 * 32 * tokens])
+            client.send(wire.SCORE_BLOCKS, message, data[: QUERY_BYTES + 2 * 32 * tokens])
+
     def worker_maps(self):
         """What a worker may do with each mapping of a client's memory."""
         with open("/proc/%d/maps" % self.daemon.processes()[1], encoding="ascii") as file:
