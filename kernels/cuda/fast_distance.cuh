@@ -3,7 +3,7 @@
 #ifndef DKV_KERNELS_CUDA_FAST_DISTANCE_CUH
 #define DKV_KERNELS_CUDA_FAST_DISTANCE_CUH
 
-#include "kernels/cuda/fast_place.cuh"
+#include "kernels/cuda/fast_fp8.cuh"
 
 namespace dkv_fast
 {
@@ -48,20 +48,56 @@ __device__ __forceinline__ void sum_squares(uint32_t v_tile, const place<S> &at,
     }
 }
 
+/* The same of fp8 keys. */
+template <class S>
+__device__ __forceinline__ void sum_squares(const fp8_keys<S> &keys, float (&square)[2])
+{
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float x = 0.0f;
+        float y = 0.0f;
+#pragma unroll
+        for (int k = 0; k < S::K_STEPS; k++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const float2 v = unpack<fp16_type>(keys.words[k][2 * half + i]);
+                x = fmaf(v.x, v.x, x);
+                y = fmaf(v.y, v.y, y);
+            }
+        square[i] = x + y;
+        square[i] += __shfl_xor_sync(~0u, square[i], 1);
+        square[i] += __shfl_xor_sync(~0u, square[i], 2);
+    }
+}
+
+/* Dimensions 2 * pair and the next of a tile's key, whose type is `dtype`. */
+template <class S>
+__device__ __forceinline__ float2 value_pair(uint32_t v_tile, int key, int pair, uint32_t dtype)
+{
+    using type = typename S::type;
+    if constexpr (S::FP8) {
+        const uint32_t bytes = load_shared_16(v_tile + raw_offset<S>(key, pair / 8) +
+                                              2 * (pair % 8));
+        return unpack<type>(fp16_of_fp8(bytes, dtype).x);
+    } else {
+        return unpack<type>(
+            load_shared(v_tile + element_offset<S>(key, pair / 4) + 4 * (pair % 4)));
+    }
+}
+
 /* |a - v|^2 of one of 32 rows and a key, summed plainly by the whole warp. `key` counts within the
  * tile. */
 template <class S>
 __device__ __forceinline__ float exact_distance(uint32_t rows, int row, uint32_t v_tile, int key,
-                                                int lane)
+                                                uint32_t dtype, int lane)
 {
     float sum = 0.0f;
     float scale = 0.0f;
     for (int pair = lane; pair < S::DIM / 2; pair += 32) {
-        const uint32_t a = rows + element_offset<S>(row, pair / 4) + 4 * (pair % 4);
+        const uint32_t a = rows + pair_offset<S>(row, pair);
         const float2 hi = unpack<typename S::type>(load_shared(a));
         const float2 lo = unpack<typename S::type>(load_shared(a + ROW_TILES * S::EIGHT_BYTES));
-        const float2 v = unpack<typename S::type>(
-            load_shared(v_tile + element_offset<S>(key, pair / 4) + 4 * (pair % 4)));
+        const float2 v = value_pair<S>(v_tile, key, pair, dtype);
         const float x = hi.x - v.x + lo.x;
         const float y = hi.y - v.y + lo.y;
         sum = fmaf(x, x, fmaf(y, y, sum));
@@ -77,7 +113,8 @@ __device__ __forceinline__ float exact_distance(uint32_t rows, int row, uint32_t
 /* Distances that cancel, again. `cancels`: the thread's, a bit 4j + c each. */
 template <class S>
 __device__ __forceinline__ void distances_again(unsigned cancels, uint32_t a_rows, uint32_t v_tile,
-                                                const place<S> &at, float (&distance)[ROW_TILES][4])
+                                                uint32_t dtype, const place<S> &at,
+                                                float (&distance)[ROW_TILES][4])
 {
     for (;;) {
         const unsigned lanes = __ballot_sync(~0u, cancels != 0);
@@ -87,7 +124,7 @@ __device__ __forceinline__ void distances_again(unsigned cancels, uint32_t a_row
         const int which = __ffs(__shfl_sync(~0u, cancels, lane)) - 1;
         const int row = which / 4 * 8 + lane % 4 * 2 + which % 2;
         const int key = 16 * at.warp + which / 2 % 2 * 8 + lane / 4;
-        const float exact = exact_distance<S>(a_rows, row, v_tile, key, at.lane);
+        const float exact = exact_distance<S>(a_rows, row, v_tile, key, dtype, at.lane);
         const unsigned mine = at.lane == lane ? 1u << which : 0;
         cancels &= ~mine;
 #pragma unroll
@@ -101,12 +138,11 @@ __device__ __forceinline__ void distances_again(unsigned cancels, uint32_t a_row
 }
 
 /* |a - v|^2 of the thread's keys and 32 rows, from a.v. `a_rows`: those rows as operand. */
-template <class S>
-__device__ __forceinline__ void distances(const float (&dot)[2 * ROW_TILES][4],
-                                          const float (&square)[2],
+template <class S, int columns>
+__device__ __forceinline__ void distances(const float (&dot)[columns][4], const float (&square)[2],
                                           const row_constants (&rows)[ROW_TILES][2],
-                                          uint32_t a_rows, uint32_t v_tile, const place<S> &at,
-                                          float (&distance)[ROW_TILES][4])
+                                          uint32_t a_rows, uint32_t v_tile, uint32_t dtype,
+                                          const place<S> &at, float (&distance)[ROW_TILES][4])
 {
     float room = INFINITY; /* the least by which a distance exceeds what may be noise */
 #pragma unroll
@@ -114,7 +150,9 @@ __device__ __forceinline__ void distances(const float (&dot)[2 * ROW_TILES][4],
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             const float whole = rows[j][c & 1].norm + square[c >> 1];
-            distance[j][c] = fmaf(-2.0f, dot[j][c] + dot[ROW_TILES + j][c], whole);
+            const float both = columns == ROW_TILES ? dot[j][c]
+                                                    : dot[j][c] + dot[(ROW_TILES + j) % columns][c];
+            distance[j][c] = fmaf(-2.0f, both, whole);
             room = fminf(room, fmaf(-CANCELS, whole, distance[j][c]));
         }
     if (!__any_sync(~0u, room < 0.0f))
@@ -127,7 +165,7 @@ __device__ __forceinline__ void distances(const float (&dot)[2 * ROW_TILES][4],
             if (distance[j][c] < CANCELS * (rows[j][c & 1].norm + square[c >> 1]))
                 cancels |= 1u << (4 * j + c);
         }
-    distances_again<S>(cancels, a_rows, v_tile, at, distance);
+    distances_again<S>(cancels, a_rows, v_tile, dtype, at, distance);
 }
 
 } // namespace dkv_fast

@@ -18,7 +18,7 @@ template <class S> struct tile_source {
     static constexpr int ROWS = 32 / COLUMNS;                     /* at once */
     static constexpr int BLOCKS = S::STORED_BYTES / 16 / COLUMNS;
     static constexpr int PERIOD = 8 / ROWS; /* rounds after which rows are permuted alike again */
-    static constexpr int EIGHT_BYTES = S::FP8 ? S::EIGHT_BYTES / 2 : S::EIGHT_BYTES;
+    static constexpr int EIGHT_BYTES = 8 * S::STORED_BYTES;
 
     const unsigned char *dense; /* the lane's place in the first rows, if they are adjacent */
     int dense_halves;           /* which are, and within the unit */
@@ -107,10 +107,6 @@ template <class S, int size> struct tile_stream {
     unsigned long long (&empty)[size];
     int lane;
     ring<size> next;
-    /* fp8: halves that are copied but not converted, the oldest in the lowest byte: its number in
-     * the ring, and the top bit for E5M2. Copies of all of them are under way at once. */
-    uint32_t pending = 0;
-    int n_pending = 0;
 
     __device__ __forceinline__ tile_stream(unsigned char (&in)[size][S::TILE_BYTES],
                                            unsigned long long (&full_of)[size],
@@ -119,62 +115,17 @@ template <class S, int size> struct tile_stream {
     {
     }
 
-    __device__ __forceinline__ void convert_oldest(void)
-    {
-        copies_wait(n_pending - 1);
-        __syncwarp();
-        const int half = pending & 127;
-        convert_half<S>(shared_address(tiles) + half * S::HALF_BYTES, pending & 128, lane);
-        fence_async_proxy();
-        mbarrier_arrive(shared_address(&full[half / 2]));
-        pending >>= 8;
-        n_pending--;
-    }
-
-    /* Converts what there is while the barrier is not there yet: nobody may have to wait for a half
-     * tile that waits for this warp, which waits for the barrier. */
-    __device__ __forceinline__ void convert_until(uint32_t barrier, uint32_t parity)
-    {
-        if constexpr (S::FP8)
-            while (n_pending > 0 && !__all_sync(~0u, mbarrier_test(barrier, parity)))
-                convert_oldest();
-    }
-
     /* Both halves of a tile. */
     __device__ __forceinline__ void fetch(tile_source<S> &from, const job &work, int tile,
                                           uint64_t policy)
     {
-        const uint32_t is_empty = shared_address(&empty[next.index]);
-        convert_until(is_empty, next.parity ^ 1);
-        mbarrier_wait(is_empty, next.parity ^ 1);
+        mbarrier_wait(shared_address(&empty[next.index]), next.parity ^ 1);
 #pragma unroll 1
-        for (int h = 0; h < 2; h++) {
-            if (S::FP8 && n_pending == PENDING_MAX)
-                convert_oldest();
+        for (int h = 0; h < 2; h++)
             from.copy_half(work, 2 * tile + h,
                            shared_address(tiles[next.index]) + h * S::HALF_BYTES, policy, lane);
-            if constexpr (S::FP8) {
-                copies_commit();
-                const uint32_t is_e5m2 = from.rows_of(work).dtype == DKV_F8_E5M2 ? 128 : 0;
-                pending |= (2 * next.index + h | is_e5m2) << 8 * n_pending;
-                n_pending++;
-            }
-        }
-        if constexpr (!S::FP8)
-            mbarrier_arrive_after_copies(shared_address(&full[next.index]));
+        mbarrier_arrive_after_copies(shared_address(&full[next.index]));
         next.advance();
-    }
-
-    __device__ __forceinline__ const job &wait_for_job(shared_memory<S> &shared, uint32_t turn)
-    {
-        convert_until(shared_address(&shared.job_full[turn % JOBS]), turn / JOBS & 1);
-        return job_wait(shared, turn);
-    }
-
-    __device__ __forceinline__ void finish(void)
-    {
-        while (S::FP8 && n_pending > 0)
-            convert_oldest();
     }
 };
 
@@ -190,7 +141,7 @@ __device__ __forceinline__ void fetch_a(shared_memory<S> &shared, const dkv_fast
     const uint64_t once = policy_evict_first();
     const uint64_t again = policy_normal();
     for (uint32_t turn = 0; turn < args.turns; turn++) {
-        const job &work = stream.wait_for_job(shared, turn);
+        const job &work = job_wait(shared, turn);
         const int tiles = work.item.chunks != 0 ? item_tiles(work) : 0;
         const int first_kept = first_kept_tile<S>(tiles);
         tile_source<S> from(work, keys, lane);
@@ -200,7 +151,6 @@ __device__ __forceinline__ void fetch_a(shared_memory<S> &shared, const dkv_fast
         }
         job_release(shared, turn, lane);
     }
-    stream.finish();
 }
 
 /* What pass B reads, in its order of tiles: K where the logits were not kept, then V. */
@@ -211,7 +161,7 @@ __device__ __forceinline__ void fetch_b(shared_memory<S> &shared, const dkv_fast
     tile_stream<S, S::B_TILES> stream(shared.b_tiles, shared.b_full, shared.b_empty, lane);
     const uint64_t once = policy_evict_first();
     for (uint32_t turn = 0; turn < args.turns; turn++) {
-        const job &work = stream.wait_for_job(shared, turn);
+        const job &work = job_wait(shared, turn);
         const int tiles = work.item.chunks != 0 ? item_tiles(work) : 0;
         const int first_kept = first_kept_tile<S>(tiles);
         tile_source<S> keys(work, true, lane);
@@ -225,7 +175,6 @@ __device__ __forceinline__ void fetch_b(shared_memory<S> &shared, const dkv_fast
         }
         job_release(shared, turn, lane);
     }
-    stream.finish();
 }
 
 template <class T> __device__ __forceinline__ void copy_words(T &to, const T *from, int lane)
@@ -253,10 +202,14 @@ __device__ __forceinline__ void fetch_job(shared_memory<S> &shared, const dkv_fa
     if (lane == 0)
         to.item = item;
     __syncwarp();
-    if (S::FP8 && item.chunks != 0)
-        convert_query<S>(to, lane);
     if (lane == 0)
         mbarrier_arrive(shared_address(&shared.job_full[slot]));
+    if constexpr (S::FP8) { /* while tiles are on their way already */
+        if (item.chunks != 0)
+            convert_query<S>(to, lane);
+        if (lane == 0)
+            mbarrier_arrive(shared_address(&shared.fp8.query_full[slot]));
+    }
 }
 
 /* Copies the query of an item as operand of pass B. */
@@ -264,10 +217,13 @@ template <class S>
 __device__ __forceinline__ void copy_query(shared_memory<S> &shared, const job &work, int lane)
 {
     for (int row = 0; row < S::ROWS; row++) {
-        const unsigned char *from = query_row(work, work.item.row_group * S::ROWS + row);
+        const uint32_t unit_row = work.item.row_group * S::ROWS + row;
+        const unsigned char *from = query_row(work, unit_row);
+        if (S::FP8 && from)
+            from = fp8_query<S>(work) + row * S::ROW_BYTES;
         for (int word = lane; word < S::DIM / 2; word += 32)
-            copy_4(shared_address(shared.query) + element_offset<S>(row, word / 4) + word % 4 * 4,
-                   (from ? from : work.unit.q) + 4 * word, from != nullptr);
+            copy_4(shared_address(shared.query) + pair_offset<S>(row, word),
+                   (from ? from : work.unit.work) + 4 * word, from != nullptr);
     }
 }
 

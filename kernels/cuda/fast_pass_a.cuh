@@ -260,7 +260,8 @@ __device__ __forceinline__ void load_query(shared_memory<S> &shared, uint32_t tu
         for (int k = 0; k < S::K_STEPS; k++)
 #pragma unroll
             for (int half = 0; half < 2; half++)
-                q[k][2 * half + i] = from ? load_query_word<S>(from + 4 * at.t + 32 * k + 16 * half)
+                q[k][2 * half + i] = from ? __ldg(reinterpret_cast<const uint32_t *>(
+                                                from + 4 * at.t + 32 * k + 16 * half))
                                           : 0;
     }
 }

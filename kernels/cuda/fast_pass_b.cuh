@@ -252,8 +252,8 @@ __device__ __forceinline__ void pass_b(shared_memory<S> &shared, const job &work
                     for (int c = 0; c < 4; c++)
                         z[j][c] = key_dot[j][c];
             }
-            distances<S>(dot, square, rows[block], shared_address(shared.rows.a[block]), tile.v, at,
-                         distance);
+            distances<S>(dot, square, rows[block], shared_address(shared.rows.a[block]), tile.v,
+                         work.block.v.dtype, at, distance);
             if (block + 1 < BLOCKS) {
                 start_block(shared, tile, block + 1, dot, key_dot);
             } else {

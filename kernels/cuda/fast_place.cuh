@@ -20,6 +20,17 @@ template <class S> __device__ __forceinline__ uint32_t element_offset(int key, i
            ((column % 8 ^ key % 8) << 4);
 }
 
+/* Where dimensions 2 * pair and the next of a row lie in an operand of pass B. Beside fp8 keys the
+ * dimensions of 64 are in the order in which a thread has them in registers: a quarter of a key
+ * each, of which a step of a product takes four (fast_fp8.cuh). */
+template <class S> __device__ __forceinline__ uint32_t pair_offset(int row, int pair)
+{
+    const int quarter = pair % 32 / 8;
+    const int step = pair / 32 * 4 + pair % 8 / 2;
+    return S::FP8 ? element_offset<S>(row, 2 * step + pair % 2) + 4 * quarter
+                  : element_offset<S>(row, pair / 4) + 4 * (pair % 4);
+}
+
 /* A tile as operand with dimensions as depth; `+ keys_step(k)`: dimensions 16 k and up. */
 template <class S> __device__ __forceinline__ uint64_t keys_operand(uint32_t tile)
 {
@@ -118,13 +129,6 @@ struct logit_rule {
     }
 };
 
-/* Two elements of a query row. A converted one was written by this very kernel. */
-template <class S> __device__ __forceinline__ uint32_t load_query_word(const unsigned char *from)
-{
-    const uint32_t *word = reinterpret_cast<const uint32_t *>(from);
-    return S::FP8 ? __ldcg(word) : __ldg(word);
-}
-
 /* The query row of the row group, or NULL past the end. */
 __device__ __forceinline__ const unsigned char *query_row(const job &work, uint32_t row)
 {
@@ -146,7 +150,8 @@ template <class S, int size> struct tile_reader {
         const uint32_t tile = shared_address(tiles[next.index]);
         mbarrier_wait(shared_address(&full[next.index]), next.parity);
         next.advance();
-        fence_async_proxy();
+        if constexpr (!S::FP8) /* products read it themselves */
+            fence_async_proxy();
         return tile;
     }
     /* This warp has read the tile at this address. */

@@ -100,6 +100,52 @@ __device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&words)[
                  : "memory");
 }
 
+__device__ __forceinline__ uint32_t load_shared_16(uint32_t address)
+{
+    uint16_t v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ float2 load_shared_pair(uint32_t address)
+{
+    float2 v;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
+                 : "=f"(v.x), "=f"(v.y)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t word)
+{
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+}
+
+__device__ __forceinline__ void store_shared_16(uint32_t address, uint32_t word)
+{
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<uint16_t>(word))
+                 : "memory");
+}
+
+/* Four matrices of 8 x 8 16-bit elements, of which a lane has in each of row lane / 4 those of
+ * columns 2 (lane % 4) and the next. Lane 8 m + r gives the address of matrix m's row r. */
+__device__ __forceinline__ void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
+                                               uint32_t d)
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+}
+
+__device__ __forceinline__ void load_shared(uint32_t address, float (&words)[4])
+{
+    asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(words[0]), "=f"(words[1]), "=f"(words[2]), "=f"(words[3])
+                 : "r"(address)
+                 : "memory");
+}
+
 /* mbarriers, by shared address. */
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals)
 {
@@ -150,40 +196,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
                  "}" ::"r"(barrier),
                  "r"(parity)
                  : "memory");
-}
-
-/* Whether this phase is over. */
-__device__ __forceinline__ bool mbarrier_test(uint32_t barrier, uint32_t parity)
-{
-    uint32_t done;
-    asm volatile("{\n"
-                 ".reg .pred done;\n"
-                 "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-                 "selp.u32 %0, 1, 0, done;\n"
-                 "}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-    return done;
-}
-
-/* This thread's copies so far become a group; waits until all but the last `groups` of its groups
- * are done. */
-__device__ __forceinline__ void copies_commit(void)
-{
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-__device__ __forceinline__ void copies_wait(int groups)
-{
-    if (groups == 0)
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
-    else if (groups == 1)
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
-    else if (groups == 2)
-        asm volatile("cp.async.wait_group 2;" ::: "memory");
-    else
-        asm volatile("cp.async.wait_group 3;" ::: "memory");
 }
 
 /* 16 bytes from global to shared memory, or zeros if there is nothing to read. */
@@ -241,6 +253,22 @@ __device__ __forceinline__ uint64_t policy_normal(void)
 __device__ __forceinline__ void group_barrier(int id)
 {
     asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
+}
+
+/* The same; whether x is true for any thread of the group. */
+__device__ __forceinline__ bool group_any(int id, bool x)
+{
+    uint32_t any;
+    asm volatile("{\n"
+                 ".reg .pred mine, one;\n"
+                 "setp.ne.u32 mine, %2, 0;\n"
+                 "bar.red.or.pred one, %1, 128, mine;\n"
+                 "selp.u32 %0, 1, 0, one;\n"
+                 "}"
+                 : "=r"(any)
+                 : "r"(id), "r"(static_cast<uint32_t>(x))
+                 : "memory");
+    return any;
 }
 
 /* Counters between thread blocks: publish() makes known what this thread (and, through a barrier

@@ -139,11 +139,20 @@ __device__ __forceinline__ void write_row(const finished_row &row, const row_par
     }
     if (part.row < 0)
         return;
-    unsigned char *to = into.a[part.row / BLOCK_ROWS] +
-                        element_offset<S>(part.row % BLOCK_ROWS, part.dimension / 8) +
-                        part.dimension % 8 * 2;
-    __stcg(reinterpret_cast<uint2 *>(to), hi);
-    __stcg(reinterpret_cast<uint2 *>(to + BLOCK_ROWS / 8 * S::EIGHT_BYTES), lo);
+    unsigned char *first = into.a[part.row / BLOCK_ROWS] +
+                           pair_offset<S>(part.row % BLOCK_ROWS, part.dimension / 2);
+    unsigned char *second = into.a[part.row / BLOCK_ROWS] +
+                            pair_offset<S>(part.row % BLOCK_ROWS, part.dimension / 2 + 1);
+    constexpr int LO = BLOCK_ROWS / 8 * S::EIGHT_BYTES;
+    if constexpr (S::FP8) {
+        __stcg(reinterpret_cast<uint32_t *>(first), hi.x);
+        __stcg(reinterpret_cast<uint32_t *>(second), hi.y);
+        __stcg(reinterpret_cast<uint32_t *>(first + LO), lo.x);
+        __stcg(reinterpret_cast<uint32_t *>(second + LO), lo.y);
+    } else {
+        __stcg(reinterpret_cast<uint2 *>(first), hi);
+        __stcg(reinterpret_cast<uint2 *>(first + LO), lo);
+    }
     if (part.dimension % 32 == 0) {
         __stcg(&into.norm[part.row][part.dimension / 32], norm);
         __stcg(&into.top_distance[part.row][part.dimension / 32], distance);

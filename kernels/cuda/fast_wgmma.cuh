@@ -9,6 +9,16 @@ namespace dkv_fast
 
 /* The instructions: one text for both element types, `types` being "f16.f16" or "bf16.bf16". They
  * name what the functions below have: c, a, b, adds, transposed. */
+#define DKV_WGMMA_32(types)                                                                   \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"                                 \
+                 "wgmma.mma_async.sync.aligned.m64n32k16.f32." types " "                      \
+                 "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "   \
+                 "{%16, %17, %18, %19}, %20, p, 1, 1, %22;\n}"                                \
+                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), \
+                   "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), \
+                   "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), \
+                   "+f"(c[3][3])                                                              \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds), "n"(transposed))
 #define DKV_WGMMA_64(types)                                                                 \
     asm volatile(                                                                           \
         "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                        \
@@ -83,7 +93,12 @@ __device__ __forceinline__ void warpgroup_mma(float (&c)[columns][4], const uint
                                               uint64_t b, int adds)
 {
     constexpr bool half = std::is_same<type, fp16_type>::value;
-    if constexpr (columns == 8) {
+    if constexpr (columns == 4) {
+        if constexpr (half)
+            DKV_WGMMA_32("f16.f16");
+        else
+            DKV_WGMMA_32("bf16.bf16");
+    } else if constexpr (columns == 8) {
         if constexpr (half)
             DKV_WGMMA_64("f16.f16");
         else
@@ -152,6 +167,7 @@ __device__ __forceinline__ void warpgroup_mma_shared(float (&c)[8][4], uint64_t 
         DKV_WGMMA_SHARED_64("bf16.bf16");
 }
 
+#undef DKV_WGMMA_32
 #undef DKV_WGMMA_64
 #undef DKV_WGMMA_128
 #undef DKV_WGMMA_SHARED_32
