@@ -96,12 +96,12 @@ void dkv_backend_client_cancel(struct dkv_backend_client *client);
 
 /* Lends [offset, offset + bytes) of a file to all workers, `writable` if answers may go there. The
  * fd stays the caller's: it may be closed afterwards. `connection` is the caller's number for
- * whoever lends it: a bound on what each of them has pinned. `on_attached` is called once, with an
- * error if some worker could not map it; jobs may name it before. INVALID, NOMEM, TOO_LARGE (too
- * many). */
+ * whoever lends it, `user` whose process that is: bounds on what each of them has pinned.
+ * `on_attached` is called once, with an error if some worker could not map it; jobs may name it
+ * before. INVALID, NOMEM, TOO_LARGE (too many). */
 enum dkv_status dkv_backend_attach(struct dkv_backend *backend, int fd, uint64_t offset,
                                    uint64_t bytes, bool writable, uint64_t connection,
-                                   dkv_loan_attached_fn on_attached, void *owner,
+                                   uint32_t user, dkv_loan_attached_fn on_attached, void *owner,
                                    struct dkv_loan **loan_out, struct dkv_error *err);
 
 /* Lends memory of a GPU to the worker of that GPU, as `wire` describes it (kinds CUDA_LEGACY and

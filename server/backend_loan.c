@@ -129,7 +129,7 @@ static enum dkv_status add(struct dkv_backend *backend, struct dkv_loan *loan,
 
 enum dkv_status dkv_backend_attach(struct dkv_backend *backend, int fd, uint64_t offset,
                                    uint64_t bytes, bool writable, uint64_t connection,
-                                   dkv_loan_attached_fn on_attached, void *owner,
+                                   uint32_t user, dkv_loan_attached_fn on_attached, void *owner,
                                    struct dkv_loan **loan_out, struct dkv_error *err)
 {
     struct dkv_loan *loan;
@@ -138,6 +138,7 @@ enum dkv_status dkv_backend_attach(struct dkv_backend *backend, int fd, uint64_t
         return status;
     loan->writable = writable;
     loan->key.owner = connection;
+    loan->key.user = user;
     return add(backend, loan, on_attached, owner, loan_out, err);
 }
 

@@ -13,7 +13,7 @@
 struct dkv_imported {
     struct dkv_list node;
     bool shared;             /* by key */
-    struct dkv_link_key key; /* the owner alone where it is pinned */
+    struct dkv_link_key key; /* owner and user alone where it is pinned */
     unsigned n_loans;
     struct dkv_mapping *mapping; /* the engine's */
     void *host;                  /* what is pinned, [host_bytes]; NULL: it is GPU memory */
@@ -151,23 +151,31 @@ enum dkv_status dkv_imports_attach(struct dkv_imports *imports, const struct dkv
     return DKV_OK;
 }
 
-static uint64_t pinned_of(const struct dkv_list *list, uint64_t owner)
+/* Of one connection, and of its user. */
+struct pinned {
+    uint64_t owner, user;
+};
+
+static void add_pinned(const struct dkv_list *list, const struct dkv_link_key *key,
+                       struct pinned *to)
 {
-    uint64_t bytes = 0;
     DKV_LIST_EACH (node, list) {
         const struct dkv_imported *imported = DKV_LIST_OF(node, struct dkv_imported, node);
-        bytes += imported->key.owner == owner ? imported->host_bytes : 0;
+        to->owner += imported->key.owner == key->owner ? imported->host_bytes : 0;
+        to->user += imported->key.user == key->user ? imported->host_bytes : 0;
     }
-    return bytes;
 }
 
 /* What leaves is still pinned. */
 static bool may_pin(const struct dkv_imports *imports, const struct dkv_link_loan *loan)
 {
-    const uint64_t owner = loan->key.owner;
-    const uint64_t held = pinned_of(&imports->open, owner) + pinned_of(&imports->leaving, owner);
+    struct pinned held = {0, 0};
+    add_pinned(&imports->open, &loan->key, &held);
+    add_pinned(&imports->leaving, &loan->key, &held);
     return loan->bytes <= DKV_IMPORTS_PIN_MAX - imports->pinned_bytes &&
-           loan->bytes <= DKV_IMPORTS_PIN_SHARE - held;
+           held.owner <= DKV_IMPORTS_PIN_SHARE && held.user <= DKV_IMPORTS_PIN_USER &&
+           loan->bytes <= DKV_IMPORTS_PIN_SHARE - held.owner &&
+           loan->bytes <= DKV_IMPORTS_PIN_USER - held.user;
 }
 
 enum dkv_status dkv_imports_pin(struct dkv_imports *imports, const struct dkv_link_loan *loan,

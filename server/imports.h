@@ -21,7 +21,8 @@
 
 #define DKV_IMPORTS_LEAVE_NS  UINT64_C(50000000)  /* patience with a device that is never idle */
 #define DKV_IMPORTS_PIN_MAX   (UINT64_C(1) << 30) /* bytes of host memory, of all clients */
-#define DKV_IMPORTS_PIN_SHARE (DKV_IMPORTS_PIN_MAX / 2) /* of one connection */
+#define DKV_IMPORTS_PIN_SHARE (DKV_IMPORTS_PIN_MAX / 2)     /* of one connection */
+#define DKV_IMPORTS_PIN_USER  (DKV_IMPORTS_PIN_MAX / 4 * 3) /* of all connections of one user */
 
 struct dkv_imports {
     const struct dkv_engine_ops *ops;

@@ -63,6 +63,7 @@ enum dkv_link_memory {
  * loans of the same key alone. */
 struct dkv_link_key {
     uint64_t owner; /* the connection */
+    uint32_t user;  /* whose it is; not part of what is compared */
     uint32_t generation;
     uint8_t handle[DKV_IMPORT_HANDLE_BYTES];
 };

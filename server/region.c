@@ -40,7 +40,8 @@ static enum dkv_status lend_file(struct dkv_region *region, const struct dkv_reg
     if (status != DKV_OK)
         return status;
     return dkv_backend_attach(region->backend, fd, wire->offset, wire->bytes, wire->writable != 0,
-                              source->connection, on_attached, region, &region->loan, err);
+                              source->connection, source->uid, on_attached, region, &region->loan,
+                              err);
 }
 
 static enum dkv_status lend_name(struct dkv_region *region, const struct dkv_region_source *source,

@@ -44,7 +44,7 @@ struct dkv_region_source {
     uint64_t connection;    /* a number of its own for each */
     bool trusted;           /* of the daemon's own user */
     const char *shm_prefix; /* of its names; NULL or "": it may not name memory */
-    uid_t uid;              /* whose named memory must be */
+    uid_t uid;              /* the lender's, whose named memory must be */
 };
 
 /* A new region. on_settled may be called within. */

@@ -419,8 +419,7 @@ static enum dkv_status init_parts(struct dkv_session *session, struct dkv_backen
     return status == DKV_OK ? dkv_slots_init(&session->stashes, DKV_SESSION_STASHES) : status;
 }
 
-enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, bool trusted,
-                                struct dkv_error *err)
+enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, uid_t uid, struct dkv_error *err)
 {
     struct dkv_session *session = calloc(1, sizeof(*session));
     enum dkv_status status = session == NULL || init_parts(session, all->server->backend) != DKV_OK
@@ -441,7 +440,8 @@ enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, bool trusted,
     (void)setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &room, sizeof(room)); /* at most wmem_max */
     session->all = all;
     session->number = ++all->n_ever;
-    session->trusted = trusted;
+    session->uid = uid;
+    session->trusted = uid == geteuid();
     dkv_list_init(&session->asks);
     dkv_list_init(&session->ended);
     dkv_list_init(&session->sending);

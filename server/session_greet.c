@@ -4,7 +4,6 @@
 #include "server/session_priv.h"
 
 #include <string.h>
-#include <sys/socket.h>
 
 #define HOST_FEATURES (DKV_WIRE_FEATURE_MEMFD | DKV_WIRE_FEATURE_OUTPUT | DKV_WIRE_FEATURE_FENCE)
 #define GPU_FEATURES  (DKV_WIRE_FEATURE_CUDA_LEGACY | DKV_WIRE_FEATURE_CUDA_VMM)
@@ -15,13 +14,9 @@
 /* Names are the connection's own: nobody can guess, or has seen, what another one may name. */
 static void give_names(struct dkv_session *session)
 {
-    struct ucred peer;
-    socklen_t bytes = sizeof(peer);
     if (!session->all->server->config->allow_shm_names ||
-        getsockopt(dkv_wire_conn_fd(session->conn), SOL_SOCKET, SO_PEERCRED, &peer, &bytes) != 0 ||
-        !dkv_shm_name_prefix(peer.uid, session->shm_prefix))
-        return;
-    session->uid = peer.uid;
+        !dkv_shm_name_prefix(session->uid, session->shm_prefix))
+        session->shm_prefix[0] = '\0';
 }
 
 static size_t put_about(const struct dkv_session *session, uint8_t about[DKV_WIRE_ABOUT_MAX])

@@ -76,7 +76,7 @@ struct dkv_session {
     struct dkv_list unsent_node;
     uint64_t number;                      /* never used twice */
     char shm_prefix[DKV_SHM_PREFIX_SIZE]; /* "": it may not name memory */
-    uid_t uid;                            /* the peer's; set with the prefix */
+    uid_t uid;                            /* the peer's */
     bool trusted;                         /* the peer is the daemon's own user */
     struct dkv_backend_client *client;    /* whose share of the device it uses */
     struct dkv_wire_conn *conn;           /* NULL: closed, the handles are being closed */
@@ -105,10 +105,9 @@ struct dkv_session {
 
 /* ---- session.c ---- */
 
-/* A session on a connection that was let in; `trusted` if its peer is the daemon's own user. Takes
- * the descriptor, also on failure. */
-enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, bool trusted,
-                                struct dkv_error *err);
+/* A session on a connection of user `uid` that was let in. Takes the descriptor, also on failure.
+ */
+enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, uid_t uid, struct dkv_error *err);
 
 /* Closes the connection and gives back everything; what is left is the struct, with conn NULL,
  * until the loop's next turn. Harmless the second time. */

@@ -27,7 +27,7 @@ static void let_in(struct dkv_sessions *all, int fd)
                         "socket: a client is turned away: max_connections %llu is reached",
                         (unsigned long long)server->config->max_connections);
         close(fd);
-    } else if (dkv_session_new(all, fd, uid == geteuid(), &err) != DKV_OK) {
+    } else if (dkv_session_new(all, fd, uid, &err) != DKV_OK) {
         dkv_log_limited(&server->client_log, DKV_LOG_WARN, "socket: a client is turned away: %s",
                         err.text);
     } else if (dkv_log_may(&server->request_log, DKV_LOG_DEBUG)) {

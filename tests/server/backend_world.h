@@ -213,7 +213,7 @@ static inline struct dkv_loan *lend(struct world *world, int fd, uint64_t offset
     struct dkv_loan *loan;
     struct dkv_error err;
     bool attached = false;
-    if (dkv_backend_attach(world->backend, fd, offset, bytes, false, 1, note_attached, &attached,
+    if (dkv_backend_attach(world->backend, fd, offset, bytes, false, 1, 0, note_attached, &attached,
                            &loan, &err) != DKV_OK)
         fail_msg("%s", err.text);
     while (!attached)

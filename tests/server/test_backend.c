@@ -233,7 +233,7 @@ static void what_is_no_memory_or_too_small_is_refused(void **state)
     const unsigned fds = count_entries(getpid(), "fd");
     for (size_t i = 0; i < sizeof(rows) / sizeof(rows[0]); i++)
         assert_int_equal(dkv_backend_attach(world.backend, rows[i].fd, rows[i].offset,
-                                            rows[i].bytes, false, 1, NULL, NULL, &loan, &err),
+                                            rows[i].bytes, false, 1, 0, NULL, NULL, &loan, &err),
                          DKV_E_INVALID);
     assert_int_equal(count_entries(getpid(), "fd"), fds);
     close(ends[0]);

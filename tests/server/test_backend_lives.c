@@ -192,7 +192,7 @@ static void an_owner_may_go_when_it_is_told_that_a_worker_died(void **state)
             give_back(&world, first);
         const int pid = worker_pid(&world);
         kill(pid, SIGSTOP);
-        assert_int_equal(dkv_backend_attach(world.backend, fd, 0, ALL_BYTES, false, 1,
+        assert_int_equal(dkv_backend_attach(world.backend, fd, 0, ALL_BYTES, false, 1, 0,
                                             give_back_both, &end, &end.loans[1], &err),
                          DKV_OK);
         kill(pid, SIGKILL);

@@ -90,7 +90,7 @@ static struct dkv_link_loan legacy(uint64_t owner, uint32_t generation, uint8_t 
     struct dkv_link_loan loan = {.memory = DKV_LINK_CUDA_LEGACY,
                                  .offset = MIB,
                                  .bytes = MIB,
-                                 .key = {owner, generation, {0}}};
+                                 .key = {.owner = owner, .generation = generation}};
     memset(loan.key.handle, handle, sizeof(loan.key.handle));
     return loan;
 }
@@ -169,16 +169,38 @@ static void what_cannot_be_pinned_is_written_all_the_same(void **state)
     assert_int_equal(dkv_imports_pin(imports, &page, &driver, &imported, &err), DKV_E_DEVICE);
 }
 
-/* Of a connection; NULL: it was not pinned. */
-static struct dkv_imported *pin(struct dkv_imports *imports, uint64_t owner, uint64_t bytes)
+/* Of a connection of some user; NULL: it was not pinned. */
+static struct dkv_imported *pin_of_user(struct dkv_imports *imports, uint32_t user, uint64_t owner,
+                                        uint64_t bytes)
 {
-    const struct dkv_link_loan loan = host(owner, bytes);
+    struct dkv_link_loan loan = host(owner, bytes);
+    loan.key.user = user;
     struct dkv_imported *imported = NULL;
     void *base = map_region(bytes);
     assert_int_equal(dkv_imports_pin(imports, &loan, base, &imported, NULL), DKV_OK);
     if (imported == NULL)
         dkv_memfd_unmap(base, bytes);
     return imported;
+}
+
+/* Each connection is another user's. */
+static struct dkv_imported *pin(struct dkv_imports *imports, uint64_t owner, uint64_t bytes)
+{
+    return pin_of_user(imports, (uint32_t)owner, owner, bytes);
+}
+
+static void one_user_leaves_something_whatever_connections_it_has(void **state)
+{
+    struct dkv_imports *imports = *state;
+    const uint64_t eighth = DKV_IMPORTS_PIN_MAX / 8;
+    struct dkv_imported *first = pin_of_user(imports, 7, 1, eighth);
+    for (uint64_t owner = 2; owner <= 6; owner++)
+        assert_non_null(pin_of_user(imports, 7, owner, eighth));
+    assert_null(pin_of_user(imports, 7, 9, 4096));
+    assert_non_null(pin_of_user(imports, 8, 10, eighth));
+    assert_false(dkv_imports_detach(imports, first, 3, 0));
+    assert_int_equal(release(imports), 3);
+    assert_non_null(pin_of_user(imports, 7, 9, eighth));
 }
 
 static void one_connection_pins_no_more_than_its_share(void **state)
@@ -533,6 +555,8 @@ int main(void)
                                         close_imports),
         cmocka_unit_test_setup_teardown(one_connection_pins_no_more_than_its_share, open_imports,
                                         close_imports),
+        cmocka_unit_test_setup_teardown(one_user_leaves_something_whatever_connections_it_has,
+                                        open_imports, close_imports),
         IMPORTS(loans_of_one_handle_share_a_mapping),
         IMPORTS(other_connections_generations_and_handles_do_not),
         IMPORTS(what_leaves_is_not_handed_out_again),
