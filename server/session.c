@@ -345,13 +345,17 @@ static void read_messages(struct dkv_session *session)
     struct dkv_error err = {0};
     uint64_t bulk_of_turn = BULK_PER_TURN;
     bool drained = false;
-    const uint64_t began_ns = dkv_clock_ns();
+    uint64_t began_ns = 0;
     session->unread = false;
-    for (unsigned i = 0; read_step(session, &bulk_of_turn, &drained, &err); i++)
-        if (i == 2 * MESSAGES_PER_TURN || is_full(session) || dkv_clock_ns() - began_ns > TURN_NS) {
+    for (unsigned i = 0; read_step(session, &bulk_of_turn, &drained, &err); i++) {
+        if (i == 2) /* one message or two need no clock */
+            began_ns = dkv_clock_ns();
+        if (i == 2 * MESSAGES_PER_TURN || is_full(session) ||
+            (i > 2 && dkv_clock_ns() - began_ns > TURN_NS)) {
             session->unread = true;
             break;
         }
+    }
     if (session->conn != NULL && err.status != DKV_OK)
         fail(session, &err);
     else if (session->conn != NULL && dkv_wire_conn_in_message(session->conn))
