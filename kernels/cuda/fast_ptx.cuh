@@ -198,6 +198,12 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
                  : "memory");
 }
 
+/* This thread's copies since the last call become a group, which cp.async.wait_group counts. */
+__device__ __forceinline__ void copies_commit(void)
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
 /* 16 bytes from global to shared memory, or zeros if there is nothing to read. */
 __device__ __forceinline__ void copy_16(uint32_t to, const void *from, bool exists, uint64_t policy)
 {
