@@ -134,7 +134,9 @@ struct score_sink {
     __device__ __forceinline__ explicit score_sink(const job &work)
         : scores(work.unit.scores), flags(&work.unit.report->flags),
           factor(work.unit.v_scale * work.unit.v_scale /
-                 (work.block.gqa == DKV_GQA_MEAN ? static_cast<float>(work.block.group) : 1.0f)),
+                 (work.block.gqa == DKV_GQA_MEAN || work.block.gqa == DKV_GQA_LAYER
+                      ? static_cast<float>(work.block.group)
+                      : 1.0f)),
           n_keys(work.block.n_valid), adds(work.item.row_group > 0)
     {
     }

@@ -166,6 +166,29 @@ static void query_heads_may_change_places_inside_a_group(void **state)
     }
 }
 
+/* The reference knows no layers. */
+static void a_layers_scores_are_the_mean_of_its_heads_ones(void **state)
+{
+    const struct subject *subject = *state;
+    for (int d = 0; d < N_DTYPES; d++) {
+        struct dkv_case c;
+        struct dkv_case_answer heads, layer;
+        double want[HEADS * N], median, max;
+        make(&c, dtypes[d], 31);
+        run(&c, subject, &heads);
+        dkv_case_param(&c, "gqa", "layer");
+        run(&c, subject, &layer);
+        for (uint64_t i = 0; i < HEADS * N; i++)
+            want[i] = (heads.raw[i % N] + heads.raw[N + i % N]) / 2;
+        dkv_compare_scores(want, layer.raw, HEADS, N, &median, &max);
+        if (!(max <= subject->tolerance[dtypes[d]]))
+            fail_msg("%s %s: scores differ by %g", subject->name, dkv_dtype_name(dtypes[d]), max);
+        dkv_case_answer_fini(&heads);
+        dkv_case_answer_fini(&layer);
+        dkv_case_fini(&c);
+    }
+}
+
 static void doubling_the_keys_and_halving_the_scale_changes_nothing(void **state)
 {
     for (int i = 0; i < N_DTYPES; i++) {
@@ -314,7 +337,9 @@ int main(int argc, char **argv)
     struct subject reference = {.name = "reference", .tolerance = {0, 1e-10, 1e-10, 1e-10}};
     struct subject engine = {.name = dkv_test_engine_name(argc, argv)};
     const struct CMUnitTest of_reference[] = {PROPERTIES(&reference)};
-    const struct CMUnitTest of_engine[] = {PROPERTIES(&engine)};
+    const struct CMUnitTest of_engine[] = {
+        PROPERTIES(&engine),
+        cmocka_unit_test_prestate(a_layers_scores_are_the_mean_of_its_heads_ones, &engine)};
     engine.scorer = dkv_test_engine_open(engine.name, 2);
     for (int dtype = DKV_BF16; dtype <= DKV_FP32; dtype++)
         engine.tolerance[dtype] = dkv_tolerance_of(engine.name, (enum dkv_dtype)dtype).max;
