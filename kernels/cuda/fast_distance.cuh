@@ -11,6 +11,10 @@ namespace dkv_fast
 constexpr float CANCELS = 1.0f / 256; /* |a - v|^2 below this part of |a|^2 + |v|^2: sum again */
 constexpr int ROW_TILES = BLOCK_ROWS / 8;
 
+/* DKV_CU_FORM_DIST computes with distances (squared) above this alone, see fast_terms.cuh. */
+constexpr float DISTANCE_MIN = 1.0f / (1ull << 46);
+constexpr float NORMAL_MIN = 1.17549435e-38f;
+
 /* What a thread needs to know of its rows. */
 struct row_constants {
     float norm;  /* |a|^2 */
@@ -107,6 +111,8 @@ __device__ __forceinline__ float exact_distance(uint32_t rows, int row, uint32_t
         sum += __shfl_xor_sync(~0u, sum, lanes);
         scale += __shfl_xor_sync(~0u, scale, lanes);
     }
+    if (S::FORM == DKV_CU_FORM_DIST && sum > EQUAL * scale && sum < DISTANCE_MIN)
+        return NAN;
     return sum <= EQUAL * scale ? 0.0f : sum;
 }
 

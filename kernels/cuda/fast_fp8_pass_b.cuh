@@ -128,7 +128,7 @@ __device__ __forceinline__ void fp8_pass_b(shared_memory<S> &shared, const job &
                              16 * at.warp;
             if (__any_sync(~0u, static_cast<unsigned>(mine) < 16))
                 take_top_terms(shared.rows, block * BLOCK_ROWS, mine, at, z, sum);
-            add_terms(z, distance, rows[block], sum);
+            add_terms(shared.rows, block * BLOCK_ROWS, at.t, z, distance, rows[block], sum);
             if (b != 0)
                 continue;
             sink.store(sum, first_key + 16 * at.warp + at.g, at.t);

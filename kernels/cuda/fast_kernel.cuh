@@ -101,7 +101,7 @@ __device__ __forceinline__ void merge_item(shared_memory<S> &shared, const dkv_f
     merge_slice<S>(shared.merge, work,
                    partial_of<S>(args, partials.index, blockIdx.x - work.item.chunk), thread);
     if (thread == 0 && work.item.chunk == 0)
-        *work.unit.exponent = DKV_CU_EXPONENT;
+        *work.unit.exponent = exponent_of<S>();
     group_barrier(BARRIER_MERGE);
     if (thread == 0)
         counter_publish(&counters->merged);

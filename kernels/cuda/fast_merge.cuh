@@ -243,7 +243,7 @@ __device__ __forceinline__ void add_outside(merge_state &state, unsigned outside
         const partial_head head = cell.head(first + __ffs(outside) - 1);
         outside &= outside - 1;
         const float weight = exp2_fast(head.top - state.head.base);
-        state.output = scale_add(weight, value_of<S>(work, head.key, cell.part.dimension),
+        state.output = scale_add(weight, value_in_output<S>(work, head.key, cell.part.dimension),
                                  state.output);
         state.head.sum += signbit(state.head.sum) ? -weight : weight;
     }

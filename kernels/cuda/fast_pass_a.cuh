@@ -17,12 +17,22 @@
 #ifndef DKV_KERNELS_CUDA_FAST_PASS_A_CUH
 #define DKV_KERNELS_CUDA_FAST_PASS_A_CUH
 
+#include <limits.h>
+
 #include "kernels/cuda/fast_place.cuh"
 
 namespace dkv_fast
 {
 
 constexpr float SLACK = 4.0f; /* octaves */
+
+/* Where the sums of rows that are averaged begin to leave out values: the window's tokens count in
+ * a row's softmax, not in its output. Beyond all keys for other rules. */
+template <class S> __device__ __forceinline__ int first_left_out(const job &work)
+{
+    return S::FORM == DKV_CU_FORM_AVERAGE ? static_cast<int>(work.block.n_valid - work.block.window)
+                                          : INT_MAX;
+}
 
 /* The running softmax of the thread's rows. */
 template <class S> struct softmax_state {
@@ -113,7 +123,7 @@ __device__ __forceinline__ float largest_of_rest(const float (&z)[8][4], int i)
  * top key is taken out of z. Rare after a chunk's first tile. */
 template <class S>
 __device__ __forceinline__ void raise(softmax_state<S> &state, float (&z)[8][4], const place<S> &at,
-                                      uint32_t v_tile, int first_key)
+                                      uint32_t v_tile, int first_key, int left_out)
 {
 #pragma unroll
     for (int i = 0; i < S::R; i++) {
@@ -141,8 +151,29 @@ __device__ __forceinline__ void raise(softmax_state<S> &state, float (&z)[8][4],
 #pragma unroll
             for (int d = 0; d < S::D_TILES; d++)
                 state.held[i][d] = load_shared(v_tile + element_offset<S>(key, d) + 4 * at.t);
+            if (S::FORM == DKV_CU_FORM_AVERAGE && first_key + key >= left_out) {
+#pragma unroll
+                for (int d = 0; d < S::D_TILES; d++)
+                    state.held[i][d] = 0;
+            }
         }
     }
+}
+
+/* Keys from `first` of the tile on count in the softmax, and weigh nothing in the output. */
+template <class S>
+__device__ __forceinline__ void count_left_out(softmax_state<S> &state, float (&z)[8][4], int first,
+                                               int t)
+{
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+#pragma unroll
+        for (int c = 0; c < 2 * S::R; c++) {
+            if (8 * j + 2 * t + c % 2 < first)
+                continue;
+            state.sum[c / 2] += exp2_fast(z[j][c] + (S::WEIGHT_SHIFT - state.base[c / 2]));
+            z[j][c] = -INFINITY;
+        }
 }
 
 /* The weights of a tile as operands of the value product, per 16 keys: hi + lo. */
@@ -307,6 +338,7 @@ __device__ __forceinline__ void pass_a(shared_memory<S> &shared, const job &work
     const int tiles = item_tiles(work);
     const int first_kept = first_kept_tile<S>(tiles);
     const int chunk_key = item_first_key(work.item);
+    const int left_out = first_left_out<S>(work);
     float lowest = 0.0f;
     float z[8][4];
     weights<S> w;
@@ -345,7 +377,9 @@ __device__ __forceinline__ void pass_a(shared_memory<S> &shared, const job &work
                 exceeds |= z[j][c] > state.base[c >> 1] + SLACK;
         v_tile = reader.wait(shared.a_tiles, shared.a_full);
         if (__any_sync(~0u, exceeds))
-            raise<S>(state, z, at, v_tile, first_key);
+            raise<S>(state, z, at, v_tile, first_key, left_out);
+        if (S::FORM == DKV_CU_FORM_AVERAGE && first_key + TILE > left_out)
+            count_left_out(state, z, left_out - first_key, at.t);
         w.set(z, state);
         hold(state.output);
         warpgroup_fence();

@@ -35,6 +35,29 @@ __device__ __forceinline__ float rcp_fast(float x)
     return y;
 }
 
+/* The logarithm to about 2^-22, absolutely between 1/2 and 2. */
+__device__ __forceinline__ float log2_fast(float x)
+{
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+/* The square root to about 2^-22; 0 below the normal numbers. */
+__device__ __forceinline__ float sqrt_fast(float x)
+{
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float rsqrt_fast(float x)
+{
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /* Two floats as a pair of 16-bit elements (first in the low half), and back. */
 template <class type> __device__ __forceinline__ uint32_t pack(float first, float second);
 template <> __device__ __forceinline__ uint32_t pack<bf16_type>(float first, float second)

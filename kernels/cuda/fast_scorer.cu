@@ -7,7 +7,7 @@
  */
 #include <string.h>
 
-#include "kernels/cuda/fast_kernel.cuh"
+#include "kernels/cuda/fast_variant.cuh"
 
 namespace
 {
@@ -15,74 +15,84 @@ namespace
 constexpr uint32_t CHUNK_KEYS_MIN = 512;
 constexpr uint32_t WIDTH = 128;
 
-/* One compiled kernel. */
-struct variant {
-    uint32_t dtype; /* of the cache; both fp8 formats are one */
-    uint32_t head_dim;
-    uint32_t rows_per_thread;
-    const void *kernel;
-    size_t shared_bytes;
-    size_t ring_bytes; /* of one thread block */
-    size_t unit_bytes;
-};
-
-template <class type, int head_dim, int rows_per_thread, bool fp8 = false>
-variant make_variant(uint32_t dtype)
-{
-    using S = dkv_fast::shape<type, head_dim, rows_per_thread, fp8>;
-    static_assert(sizeof(dkv_fast::shared_memory<S>) <= 232448,
-                  "shared memory of one thread block");
-    return {dtype,
-            head_dim,
-            rows_per_thread,
-            reinterpret_cast<const void *>(dkv_fast::score<S>),
-            sizeof(dkv_fast::shared_memory<S>),
-            S::TURNS * S::PARTIAL_BYTES,
-            sizeof(dkv_fast::merged<S>) + (fp8 ? S::ROWS * S::ROW_BYTES : 0)};
-}
-
-const variant variants[] = {
-    make_variant<dkv_fast::bf16_type, 128, 1>(DKV_BF16),
-    make_variant<dkv_fast::bf16_type, 128, 2>(DKV_BF16),
-    make_variant<dkv_fast::fp16_type, 128, 1, true>(DKV_F8_E4M3),
+/* What compiles with this file: the kernels of dropkv. */
+const dkv_fast_variant variants[] = {
+    dkv_fast::make_variant<dkv_fast::bf16_type, 128, 1>(DKV_BF16),
+    dkv_fast::make_variant<dkv_fast::bf16_type, 128, 2>(DKV_BF16),
+    dkv_fast::make_variant<dkv_fast::fp16_type, 128, 1, true>(DKV_F8_E4M3),
 #ifndef DKV_FAST_SHAKEN /* a build for tests, see may_be_late() */
-    make_variant<dkv_fast::fp16_type, 128, 1>(DKV_FP16),
-    make_variant<dkv_fast::fp16_type, 128, 2>(DKV_FP16),
-    make_variant<dkv_fast::bf16_type, 64, 1>(DKV_BF16),
-    make_variant<dkv_fast::bf16_type, 64, 2>(DKV_BF16),
-    make_variant<dkv_fast::fp16_type, 64, 1>(DKV_FP16),
-    make_variant<dkv_fast::fp16_type, 64, 2>(DKV_FP16),
-    make_variant<dkv_fast::fp16_type, 128, 2, true>(DKV_F8_E4M3),
-    make_variant<dkv_fast::fp16_type, 64, 1, true>(DKV_F8_E4M3),
-    make_variant<dkv_fast::fp16_type, 64, 2, true>(DKV_F8_E4M3),
+    dkv_fast::make_variant<dkv_fast::fp16_type, 128, 1>(DKV_FP16),
+    dkv_fast::make_variant<dkv_fast::fp16_type, 128, 2>(DKV_FP16),
+    dkv_fast::make_variant<dkv_fast::bf16_type, 64, 1>(DKV_BF16),
+    dkv_fast::make_variant<dkv_fast::bf16_type, 64, 2>(DKV_BF16),
+    dkv_fast::make_variant<dkv_fast::fp16_type, 64, 1>(DKV_FP16),
+    dkv_fast::make_variant<dkv_fast::fp16_type, 64, 2>(DKV_FP16),
+    dkv_fast::make_variant<dkv_fast::fp16_type, 128, 2, true>(DKV_F8_E4M3),
+    dkv_fast::make_variant<dkv_fast::fp16_type, 64, 1, true>(DKV_F8_E4M3),
+    dkv_fast::make_variant<dkv_fast::fp16_type, 64, 2, true>(DKV_F8_E4M3),
 #endif
 };
-constexpr uint32_t N_VARIANTS = sizeof(variants) / sizeof(variants[0]);
+const dkv_fast_variant *const own_variants = variants;
+const uint32_t n_own_variants = sizeof(variants) / sizeof(variants[0]);
+
+/* The kernels of all files; a variant's number counts through them. At most 64. */
+const struct {
+    const dkv_fast_variant *const *rows;
+    const uint32_t *count;
+} tables[] = {
+    {&own_variants, &n_own_variants},
+    {&dkv_fast_restkv_variants, &dkv_fast_restkv_count},
+    {&dkv_fast_andpro_variants, &dkv_fast_andpro_count},
+};
+
+const dkv_fast_variant *variant_at(uint32_t number)
+{
+    for (const auto &table : tables) {
+        if (number < *table.count)
+            return *table.rows + number;
+        number -= *table.count;
+    }
+    return nullptr;
+}
 
 bool is_fp8(uint32_t dtype)
 {
     return dtype == DKV_F8_E4M3 || dtype == DKV_F8_E5M2;
 }
 
-const variant *find_variant(const struct dkv_cu_block *block)
+constexpr uint32_t NONE = 64;
+
+/* The number of the kernel for a block, or NONE. */
+uint32_t variant_of(const struct dkv_cu_block *block)
 {
     const uint32_t dtype = is_fp8(block->k.dtype) ? static_cast<uint32_t>(DKV_F8_E4M3)
                                                   : block->k.dtype;
     const uint32_t rows = block->group * block->window;
     const uint32_t rows_per_thread = rows <= 32 ? 1 : 2;
-    for (const variant &v : variants) {
-        if (v.dtype == dtype && v.head_dim == block->head_dim &&
-            v.rows_per_thread == rows_per_thread)
-            return &v;
+    uint32_t number = 0;
+    for (const dkv_fast_variant *v; (v = variant_at(number)) != nullptr; number++) {
+        if (v->form == block->form && v->dtype == dtype && v->head_dim == block->head_dim &&
+            v->rows_per_thread == rows_per_thread)
+            return number;
     }
-    return nullptr;
+    return NONE;
+}
+
+/* Bit v: some of these units have variant v. */
+uint64_t variants_in(const struct dkv_cu_wave *wave, uint32_t first, uint32_t n)
+{
+    uint64_t found = 0;
+    for (uint32_t u = first; u < first + n; u++)
+        found |= 1ull << variant_of(&wave->blocks_host[wave->units_host[u].block]);
+    return found;
 }
 
 /* Turns that a unit takes: one for each group of as many rows as the kernel holds. */
 uint32_t row_groups(const struct dkv_cu_block *block)
 {
-    const uint32_t held = 32 * find_variant(block)->rows_per_thread;
-    return (block->group * block->window + held - 1) / held;
+    const uint32_t rows = block->group * block->window;
+    const uint32_t held = rows <= 32 ? 32 : 64;
+    return (rows + held - 1) / held;
 }
 
 uint32_t grid_of(const struct dkv_cu_device *device)
@@ -102,17 +112,20 @@ uint32_t chunk_keys(uint32_t n, uint32_t width)
     return (keys + dkv_fast::TILE - 1) / dkv_fast::TILE * dkv_fast::TILE;
 }
 
-/* The work list of one launch, as it lies in the extra data. */
+/* The work list of one launch, as it lies in the extra data: one list for each variant, in the
+ * order of their numbers. */
 struct launch_plan {
-    uint32_t turns[N_VARIANTS]; /* of the launch for this variant; 0: not launched */
-    uint32_t items_at[N_VARIANTS];
-    uint32_t counters_at; /* bytes from the start of the plan */
+    uint32_t variant;
+    uint32_t left; /* plans from this one on */
+    uint32_t turns;
+    uint32_t items_at; /* bytes from the start of the extra data */
+    uint32_t counters_at;
 };
 
 /* Lays the units of one variant out into turns, side by side; a unit's row groups take the same
  * columns of turns that follow each other. Writes items if there is a place for them. */
 uint32_t make_turns(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
-                    uint32_t first, uint32_t n, const variant *which, struct dkv_fast_item *items,
+                    uint32_t first, uint32_t n, uint32_t which, struct dkv_fast_item *items,
                     uint32_t *counter)
 {
     const uint32_t grid = grid_of(device);
@@ -121,7 +134,7 @@ uint32_t make_turns(const struct dkv_cu_device *device, const struct dkv_cu_wave
     uint32_t column = 0;
     for (uint32_t u = first; u < first + n; u++) {
         const struct dkv_cu_block *block = &wave->blocks_host[wave->units_host[u].block];
-        if (find_variant(block) != which)
+        if (variant_of(block) != which)
             continue;
         const uint32_t keys = chunk_keys(block->n_valid, grid);
         const uint32_t chunks = (block->n_valid + keys - 1) / keys;
@@ -151,16 +164,16 @@ cudaError_t fast_prepare(const struct dkv_cu_device *device)
     if (device->major != 9)
         return cudaSuccess;
     struct cudaFuncAttributes attributes;
-    const cudaError_t known = cudaFuncGetAttributes(&attributes, variants[0].kernel);
+    const cudaError_t known = cudaFuncGetAttributes(&attributes, variant_at(0)->kernel);
     if (known != cudaSuccess)
         return known;
     kernels_are_real = attributes.numRegs == dkv_fast::LAUNCH_REGISTERS;
     if (!kernels_are_real)
         return cudaSuccess;
-    for (const variant &v : variants) {
-        const cudaError_t error = cudaFuncSetAttribute(v.kernel,
+    for (uint32_t number = 0; const dkv_fast_variant *v = variant_at(number); number++) {
+        const cudaError_t error = cudaFuncSetAttribute(v->kernel,
                                                        cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                       static_cast<int>(v.shared_bytes));
+                                                       static_cast<int>(v->shared_bytes));
         if (error != cudaSuccess)
             return error;
     }
@@ -181,10 +194,20 @@ bool takes_types(const struct dkv_cu_block *block)
     return (block->q_dtype == DKV_BF16 || block->q_dtype == DKV_FP16) && block->q_align >= 8;
 }
 
+/* Whether the rule is one that a kernel was made for: distances are the plain ones, and heads whose
+ * rows become one do not straddle the 32 rows that pass B takes together. */
+bool takes_rule(const struct dkv_cu_block *block)
+{
+    if (block->form == DKV_CU_FORM_AVERAGE &&
+        !(block->window == 8 || block->window == 16 || block->window == 32))
+        return false;
+    return !block->metric && !block->spread && !block->variance && variant_of(block) != NONE;
+}
+
 bool fast_takes(const struct dkv_cu_device *device, const struct dkv_cu_block *block)
 {
     return kernels_are_real && device->major == 9 && device->shared_bytes_max >= 232448 &&
-           find_variant(block) && takes_types(block) && block->v_dim == block->head_dim &&
+           takes_rule(block) && takes_types(block) && block->v_dim == block->head_dim &&
            block->k.align >= 16 && block->v.align >= 16 && block->eps == 0.0f &&
            block->p_round == 0 && block->gqa != DKV_GQA_MAX &&
            block->nonfinite == DKV_NONFINITE_ERROR;
@@ -192,25 +215,26 @@ bool fast_takes(const struct dkv_cu_device *device, const struct dkv_cu_block *b
 
 size_t fast_unit_bytes(const struct dkv_cu_block *block)
 {
-    return find_variant(block)->unit_bytes * row_groups(block);
+    return variant_at(variant_of(block))->unit_bytes * row_groups(block);
 }
 
 size_t fast_shared_bytes(const struct dkv_cu_device *device)
 {
     size_t largest = 0;
-    for (const variant &v : variants)
-        largest = v.ring_bytes > largest ? v.ring_bytes : largest;
+    for (uint32_t number = 0; const dkv_fast_variant *v = variant_at(number); number++)
+        largest = v->ring_bytes > largest ? v->ring_bytes : largest;
     return device->major != 9 ? 0 : grid_of(device) * largest;
 }
 
 size_t fast_extra_bytes(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
                         uint32_t first, uint32_t n)
 {
+    uint32_t lists = 0;
     uint32_t turns = 0;
     uint32_t counters = 0;
-    for (const variant &v : variants)
-        turns += make_turns(device, wave, first, n, &v, nullptr, &counters);
-    return sizeof(launch_plan) + turns * grid_of(device) * sizeof(struct dkv_fast_item) +
+    for (uint64_t left = variants_in(wave, first, n); left != 0; left &= left - 1, lists++)
+        turns += make_turns(device, wave, first, n, __builtin_ctzll(left), nullptr, &counters);
+    return lists * sizeof(launch_plan) + turns * grid_of(device) * sizeof(struct dkv_fast_item) +
            counters * sizeof(struct dkv_fast_counters);
 }
 
@@ -218,18 +242,23 @@ void fast_fill(const struct dkv_cu_device *device, const struct dkv_cu_wave *wav
                uint32_t n, void *extra)
 {
     memset(extra, 0, fast_extra_bytes(device, wave, first, n));
-    launch_plan *plan = static_cast<launch_plan *>(extra);
+    const uint64_t found = variants_in(wave, first, n);
+    launch_plan *plans = static_cast<launch_plan *>(extra);
+    uint32_t lists = __builtin_popcountll(found);
     unsigned char *bytes = static_cast<unsigned char *>(extra);
-    size_t at = sizeof(*plan);
+    size_t at = lists * sizeof(launch_plan);
     uint32_t counters = 0;
-    for (uint32_t v = 0; v < N_VARIANTS; v++) {
-        plan->items_at[v] = static_cast<uint32_t>(at);
-        plan->turns[v] = make_turns(device, wave, first, n, &variants[v],
-                                    reinterpret_cast<struct dkv_fast_item *>(bytes + at),
-                                    &counters);
-        at += plan->turns[v] * grid_of(device) * sizeof(struct dkv_fast_item);
+    launch_plan *plan = plans;
+    for (uint64_t left = found; left != 0; left &= left - 1, plan++) {
+        plan->variant = __builtin_ctzll(left);
+        plan->left = lists--;
+        plan->items_at = static_cast<uint32_t>(at);
+        plan->turns = make_turns(device, wave, first, n, plan->variant,
+                                 reinterpret_cast<struct dkv_fast_item *>(bytes + at), &counters);
+        at += plan->turns * grid_of(device) * sizeof(struct dkv_fast_item);
     }
-    plan->counters_at = static_cast<uint32_t>(at);
+    while (plan-- > plans)
+        plan->counters_at = static_cast<uint32_t>(at);
 }
 
 cudaError_t fast_launch(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
@@ -238,17 +267,17 @@ cudaError_t fast_launch(const struct dkv_cu_device *device, const struct dkv_cu_
 {
     (void)first, (void)n;
     const launch_plan *plan = static_cast<const launch_plan *>(extra_host);
+    const launch_plan *const end = plan + plan->left;
     unsigned char *bytes = static_cast<unsigned char *>(const_cast<void *>(extra_device));
-    for (uint32_t v = 0; v < N_VARIANTS; v++) {
-        if (plan->turns[v] == 0)
-            continue;
+    for (; plan < end; plan++) {
+        const dkv_fast_variant *v = variant_at(plan->variant);
         struct dkv_fast_args args;
         args.blocks = wave->blocks;
         args.units = wave->units;
-        args.items = reinterpret_cast<const struct dkv_fast_item *>(bytes + plan->items_at[v]);
+        args.items = reinterpret_cast<const struct dkv_fast_item *>(bytes + plan->items_at);
         args.counters = reinterpret_cast<struct dkv_fast_counters *>(bytes + plan->counters_at);
         args.ring = wave->shared;
-        args.turns = plan->turns[v];
+        args.turns = plan->turns;
         /* Cooperative: all thread blocks run at once or none, whatever else is on the device. */
         cudaLaunchAttribute cooperative;
         cooperative.id = cudaLaunchAttributeCooperative;
@@ -256,12 +285,12 @@ cudaError_t fast_launch(const struct dkv_cu_device *device, const struct dkv_cu_
         cudaLaunchConfig_t config = {};
         config.gridDim = dim3(grid_of(device));
         config.blockDim = dim3(dkv_fast::THREADS);
-        config.dynamicSmemBytes = variants[v].shared_bytes;
+        config.dynamicSmemBytes = v->shared_bytes;
         config.stream = stream;
         config.attrs = &cooperative;
         config.numAttrs = 1;
         void *arguments[] = {&args};
-        const cudaError_t error = cudaLaunchKernelExC(&config, variants[v].kernel, arguments);
+        const cudaError_t error = cudaLaunchKernelExC(&config, v->kernel, arguments);
         if (error != cudaSuccess)
             return error;
     }
@@ -273,7 +302,7 @@ cudaError_t fast_launch(const struct dkv_cu_device *device, const struct dkv_cu_
 extern "C" {
 extern const struct dkv_cu_scorer dkv_cu_scorer_fast;
 const struct dkv_cu_scorer dkv_cu_scorer_fast = {
-    "fast",           fast_prepare, fast_takes,  fast_unit_bytes, fast_shared_bytes,
-    fast_extra_bytes, fast_fill,    fast_launch,
+    "fast",    fast_prepare, fast_takes, fast_unit_bytes, fast_shared_bytes, fast_extra_bytes,
+    fast_fill, fast_launch,  true,
 };
 }

@@ -55,6 +55,7 @@ constexpr int LAUNCH_REGISTERS = 65536 / THREADS;
 
 constexpr int BARRIER_MERGE = 1; /* named barriers */
 constexpr int BARRIER_A = 2;     /* fp8 */
+constexpr int BARRIER_B = 3;     /* averages */
 
 constexpr int BLOCK_ROWS = 32; /* rows that pass B takes together */
 constexpr int JOBS = 4;        /* items whose descriptors are at hand */
@@ -62,12 +63,25 @@ constexpr int JOBS = 4;        /* items whose descriptors are at hand */
 /* Top or base of a row whose sums have no key yet, see fast_pass_a.cuh. */
 constexpr float NO_KEY = -1e30f;
 
+/* What p is multiplied with throughout is 1 / RANGE. */
+constexpr float RANGE = 1.0f / (1ull << DKV_CU_EXPONENT);
+
+/* The exponent of the scores' factor, which is its square: half if p is not squared. */
+template <class S> __device__ __forceinline__ constexpr int exponent_of(void)
+{
+    return S::FORM == DKV_CU_FORM_DROPKV ? DKV_CU_EXPONENT : DKV_CU_EXPONENT / 2;
+}
+
 /* A squared distance below this part of |v|^2 is rounding noise: the values are equal. */
 constexpr float EQUAL = 1.0f / 4294967296.0f;
 
-/* `element` is what tiles are made of: the cache's type, or fp16 where the cache is fp8. */
-template <class element, int head_dim, int rows_per_thread, bool fp8 = false> struct shape {
+/* `element` is what tiles are made of: the cache's type, or fp16 where the cache is fp8. `form` is
+ * the rule's, enum dkv_cu_form. */
+template <class element, int head_dim, int rows_per_thread, bool fp8 = false,
+          int form = DKV_CU_FORM_DROPKV>
+struct shape {
     using type = element;
+    static constexpr int FORM = form;
     static constexpr bool FP8 = fp8;
     static constexpr int DIM = head_dim;
     static constexpr int R = rows_per_thread;
@@ -83,13 +97,18 @@ template <class element, int head_dim, int rows_per_thread, bool fp8 = false> st
     static constexpr int TILE_BYTES = TILE * STORED_BYTES;
     static constexpr int SLOT_BYTES = ROWS * TILE * 4;
     static constexpr int OPERAND_BYTES = ROWS * ROW_BYTES;
+    /* Averaged outputs as operand, of each 32 rows: fast_average.cuh. */
+    static constexpr int BAR_BYTES = form == DKV_CU_FORM_AVERAGE ? ROWS / BLOCK_ROWS * EIGHT_BYTES
+                                                                 : 0;
     static constexpr int SLOTS = rows_per_thread == 2 ? 5 : fp8 ? 15 : 14;
     static constexpr int A_TILES = 3 * 128 / head_dim; /* on their way and being read */
     static constexpr int B_TILES = (fp8 && rows_per_thread == 1 ? 3 : 2) * 128 / head_dim;
 
     /* Registers of a thread by role; together what the thread block has at launch. */
     static constexpr int A_REGISTERS = rows_per_thread == 1 ? (fp8 ? 200 : 184) : 208;
-    static constexpr int B_REGISTERS = rows_per_thread == 1 && fp8 ? 144 : 152;
+    static constexpr int B_REGISTERS = rows_per_thread == 1 && (fp8 || form == DKV_CU_FORM_DIST)
+                                           ? 144
+                                           : 152;
     static constexpr int FETCH_REGISTERS = rows_per_thread == 1 && !fp8 ? 64 : 56;
     static constexpr int MERGE_REGISTERS = 4 * LAUNCH_REGISTERS - A_REGISTERS - B_REGISTERS -
                                            FETCH_REGISTERS;
@@ -116,8 +135,9 @@ struct __align__(16) partial_head
 };
 
 /* What the merge leaves in unit.work for pass B, whose thread blocks copy it whole. Sums over a row
- * come in parts of 32 dimensions. */
-template <class S> struct merged {
+ * come in parts of 32 dimensions. fast_terms.cuh and fast_average.cuh say what other rules have
+ * there. */
+template <class S> struct merged_rows {
     /* a_t as the sum of two elements, as operands of wgmma: of each 32 rows hi, then lo. */
     unsigned char a[S::ROWS / BLOCK_ROWS][2 * BLOCK_ROWS * S::ROW_BYTES];
     float norm[S::ROWS][S::DIM / 32];         /* |hi + lo|^2 */
@@ -125,6 +145,19 @@ template <class S> struct merged {
     int top[S::ROWS];                         /* a key whose term is known, -1: none */
     float top_weight[S::ROWS];                /* its p^2, with the range factor */
     float top_distance[S::ROWS][S::DIM / 32]; /* |b - v|^2 of that key */
+};
+
+/* What some rules need besides. */
+template <int form, int rows> struct merged_weights {
+};
+template <int rows> struct merged_weights<DKV_CU_FORM_DIST, rows> {
+    float unit[rows]; /* the range factor over what a row counts; 0 if it counts nothing */
+};
+template <int rows> struct merged_weights<DKV_CU_FORM_AVERAGE, rows> {
+    float weight[rows]; /* what a row counts */
+};
+
+template <class S> struct merged : merged_rows<S>, merged_weights<S::FORM, S::ROWS> {
 };
 
 /* One item's descriptors, copied whole. */
@@ -172,7 +205,8 @@ template <class S> struct shared_memory {
     unsigned char a_tiles[S::A_TILES][S::TILE_BYTES];
     unsigned char b_tiles[S::B_TILES][S::TILE_BYTES];
     unsigned char slots[S::SLOTS][S::SLOT_BYTES]; /* logits */
-    unsigned char query[S::OPERAND_BYTES]; /* for pass B, if there are tiles that are not kept */
+    /* For pass B: the query, if there are tiles that are not kept; what it makes of the rows. */
+    unsigned char query[S::OPERAND_BYTES + S::BAR_BYTES];
     merged<S> rows;
     std::conditional_t<S::FP8, fp8_room<S>, no_room> fp8;
     merge_room merge;

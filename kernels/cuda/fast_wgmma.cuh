@@ -57,6 +57,12 @@ namespace dkv_fast
           "+f"(c[13][3]), "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]),   \
           "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), "+f"(c[15][3])                    \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds), "n"(transposed))
+#define DKV_WGMMA_SHARED_8(types)                                             \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %6, 0;\n"                  \
+                 "wgmma.mma_async.sync.aligned.m64n8k16.f32." types " "       \
+                 "{%0, %1, %2, %3}, %4, %5, p, 1, 1, 0, 0;\n}"                \
+                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]) \
+                 : "l"(a), "l"(b), "r"(adds))
 #define DKV_WGMMA_SHARED_32(types)                                                            \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"                                 \
                  "wgmma.mma_async.sync.aligned.m64n32k16.f32." types " "                      \
@@ -148,6 +154,16 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t
 
 /* As warpgroup_mma(), with both operands in shared memory, rows of 16-bit elements. */
 template <class type>
+__device__ __forceinline__ void warpgroup_mma_shared(float (&c)[1][4], uint64_t a, uint64_t b,
+                                                     int adds)
+{
+    if constexpr (std::is_same<type, fp16_type>::value)
+        DKV_WGMMA_SHARED_8("f16.f16");
+    else
+        DKV_WGMMA_SHARED_8("bf16.bf16");
+}
+
+template <class type>
 __device__ __forceinline__ void warpgroup_mma_shared(float (&c)[4][4], uint64_t a, uint64_t b,
                                                      int adds)
 {
@@ -170,6 +186,7 @@ __device__ __forceinline__ void warpgroup_mma_shared(float (&c)[8][4], uint64_t 
 #undef DKV_WGMMA_32
 #undef DKV_WGMMA_64
 #undef DKV_WGMMA_128
+#undef DKV_WGMMA_SHARED_8
 #undef DKV_WGMMA_SHARED_32
 #undef DKV_WGMMA_SHARED_64
 

@@ -36,6 +36,7 @@ constexpr int STREAM_JOBS = 2; /* items whose descriptors are at hand */
 
 template <class element, int head_dim> struct stream_shape {
     using type = element;
+    static constexpr int FORM = DKV_CU_FORM_DROPKV;
     static constexpr bool FP8 = false;
     static constexpr int DIM = head_dim;
     static constexpr int R = 2; /* rows of a thread in pass A */

@@ -83,6 +83,11 @@ static struct dkv_shape pick_shape(struct dkv_random *random, const char *policy
     shape.q_dtype = dtypes[dkv_random_u64(random) % 6];
     shape.kv_dtype = dkv_random_once_in(random, 3) ? dtypes[dkv_random_u64(random) % 6]
                                                    : shape.q_dtype;
+    if (!all_rows && dkv_random_once_in(random, 3)) { /* what kernels for models are made for */
+        shape.head_dim = dkv_random_once_in(random, 3) ? 64 : 128;
+        shape.v_dim = 0;
+        shape.q_dtype = shape.kv_dtype = dkv_random_once_in(random, 3) ? DKV_FP16 : DKV_BF16;
+    }
     return shape;
 }
 
