@@ -137,6 +137,7 @@ void dkv_cu_describe(const struct dkv_item *item, struct dkv_cu_block *out)
                            plan->k_entry_limit),
         .v = describe_rows(block, &block->value, dkv_cu_table_of(block, true), plan->v_dim,
                            plan->v_entry_limit),
+        .heads = block->kv_heads,
         .group = plan->group,
         .window = plan->window,
         .head_dim = block->head_dim,

@@ -78,6 +78,7 @@ struct dkv_cu_block {
     int64_t q_head_stride; /* bytes from one query head to the next */
     uint32_t q_dtype;
     uint32_t q_align;
+    uint32_t heads;  /* KV heads of the block: as many units */
     uint32_t group;  /* g */
     uint32_t window; /* w */
     uint32_t head_dim;

@@ -7,7 +7,8 @@
 namespace dkv_stream
 {
 
-/* A group's part of pass A. */
+/* A group's part of pass A. While it makes weights of a tile's logits, the tensor cores multiply
+ * the values of the tile before. */
 template <class S> struct group_a {
     shared_a<S> &shared;
     place<S> at;
@@ -23,25 +24,49 @@ template <class S> struct group_a {
     {
     }
 
-    /* Logits of a tile in octaves / factor; true if one is -inf (+inf and NaN show in the sums). */
-    __device__ __forceinline__ bool make_logits(const job &work, const logit_rule &rule, bool plain,
-                                                int first_key)
+    /* Whether a row's largest logit, of this thread's, outweighs the base. */
+    __device__ __forceinline__ bool is_much(const float (&x)[8][4], float factor, int i) const
     {
-        float lowest[4] = {};
+        float first = x[0][2 * i];
+        float second = x[0][2 * i + 1];
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-#pragma unroll
-            for (int c = 0; c < 4; c++)
-                lowest[c] = fminf(lowest[c], z[j][c]);
-        if (!plain)
-            rule.apply<8, 4>(z);
-        if (first_key + TILE > rule.open_keys)
-            hide_keys_of(work, first_row, at, first_key, z);
-        return fminf(fminf(lowest[0], lowest[1]), fminf(lowest[2], lowest[3])) == -INFINITY;
+        for (int j = 1; j < 8; j++) {
+            first = fmaxf(first, x[j][2 * i]);
+            second = fmaxf(second, x[j][2 * i + 1]);
+        }
+        return fmaf(fmaxf(first, second), factor, -rows.base[i]) > SLACK;
     }
 
-    /* The tile `now`, while the tensor cores multiply the values of the one before. */
-    __device__ __forceinline__ bool step(const job &work, const logit_rule &rule,
+    /* Weights of a tile some of whose logits are not the dot products themselves, or outweigh the
+     * base. */
+    __device__ __forceinline__ void weigh_slowly(const job &work, const logit_rule &rule,
+                                                 const logit_factor &logits, int first_key,
+                                                 tile_weights<S> &tile)
+    {
+        float x[8][4];
+        logits_of(work, rule, logits, first_row, at, first_key, z, x);
+        const bool much[2] = {is_much(x, logits.factor, 0), is_much(x, logits.factor, 1)};
+        if (__any_sync(~0u, much[0] || much[1])) {
+            warpgroup_wait<0>();
+            hold_sums();
+            raise_rows<S>(rows, x, logits.factor, much, work, first_key, at.t);
+        }
+        tile.set(x, logits.factor, rows.base);
+    }
+
+    __device__ __forceinline__ void start_values(const tile_pair<S> &tile)
+    {
+        weights.start_product(rows, tile.values(shared), shared_address(shared.ones));
+    }
+
+    __device__ __forceinline__ void hold_sums(void)
+    {
+        hold(rows.output);
+        hold(rows.rounded);
+    }
+
+    /* The tile `now`. */
+    __device__ __forceinline__ void step(const job &work, const logit_rule &rule,
                                          const logit_factor &logits, int first_key,
                                          const tile_pair<S> &before, bool is_first)
     {
@@ -49,31 +74,34 @@ template <class S> struct group_a {
                            before.at.parity);
         fence_async_proxy();
         start_row_dots<S>(z, q, now.keys(shared));
-        weights.start_product(rows.output, before.values(shared));
+        start_values(before);
         warpgroup_wait<1>();
         hold(z);
         now.release_keys(shared, at.lane);
-        const bool overflows = make_logits(work, rule, logits.plain, first_key);
+        float all[4] = {}; /* no number if one of the dot products is none */
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                all[c] += z[j][c];
+        const bool much = is_much(z, logits.factor, 0) || is_much(z, logits.factor, 1);
         tile_weights<S> tile;
-        tile.set(z, logits.factor, rows.base);
-        const bool much[2] = {!(tile.sum[0] <= MUCH * S::WEIGHT_ONE),
-                              !(tile.sum[1] <= MUCH * S::WEIGHT_ONE)};
-        if (__any_sync(~0u, much[0] || much[1])) {
-            warpgroup_wait<0>();
-            hold(rows.output);
-            raise_rows<S>(rows, z, logits.factor, much, work, first_key, at.t);
+        if (logits.plain && first_key + TILE <= rule.open_keys && !__any_sync(~0u, much))
             tile.set(z, logits.factor, rows.base);
-        }
+        else
+            weigh_slowly(work, rule, logits, first_key, tile);
+        const float whole = ((all[0] + all[1]) + (all[2] + all[3])) + (tile.sum[0] + tile.sum[1]);
+        if (__any_sync(~0u, !(fabsf(whole) < INFINITY)))
+            atomicOr(&work.unit.report->flags, DKV_CU_RETRY);
         /* Behind a branch that needs the weights, or the compiler would compute them behind this.
          */
         warpgroup_wait<0>();
-        hold(rows.output);
+        hold_sums();
         if (!is_first)
             before.release_values(shared, at.lane);
         rows.sum[0] += tile.sum[0];
         rows.sum[1] += tile.sum[1];
         weights.set(tile.w);
-        return overflows;
     }
 
     /* The chunk `work`; at the end q is the next one's. */
@@ -83,28 +111,28 @@ template <class S> struct group_a {
         const logit_rule rule(work);
         const logit_factor logits(rule);
         const int tiles = item_tiles(work);
-        bool overflows = false;
+        int first_key = item_first_key(work.item);
         rows.clear();
         /* The first tile has no other before it: its own values by weights of 0. */
         tile_pair<S> before = now;
         weights.clear();
 #pragma unroll 1
-        for (int tile = 0; tile < tiles; tile++) {
-            overflows |= step(work, rule, logits, item_first_key(work.item) + tile * TILE, before,
-                              tile == 0);
+        for (int tile = 0; tile < tiles; tile++, first_key += TILE) {
+            step(work, rule, logits, first_key, before, tile == 0);
             before = now;
             now.advance();
         }
+        uint32_t tops[2][S::D_TILES]; /* on their way while the last product is */
+        rows.load_top(work, 0, at.t, tops[0]);
+        rows.load_top(work, 1, at.t, tops[1]);
         mbarrier_wait(before.values_full(shared), before.at.parity);
         fence_async_proxy();
-        weights.start_product(rows.output, before.values(shared));
+        start_values(before);
         warpgroup_wait<0>();
-        hold(rows.output);
+        hold_sums();
         before.release_values(shared, at.lane);
         load_next_query(items, next_turn, turns);
-        if (overflows)
-            atomicOr(&work.unit.report->flags, DKV_CU_RETRY);
-        store_rows(rows, work, first_row, at,
+        store_rows(rows, tops, first_row, at,
                    partials_of<S>(work) + work.item.chunk * static_cast<size_t>(S::PARTIAL_BYTES));
     }
 
@@ -212,6 +240,10 @@ __global__ void __launch_bounds__(STREAM_THREADS, 1)
         init_tiles(shared.tiles, 1, 4 * GROUPS, 2);
         init_items(shared.items, 4 * GROUPS + 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    if (threadIdx.x < sizeof(shared.ones) / 4) {
+        shared.ones[threadIdx.x] = pack<typename S::type>(1.0f, 1.0f);
+        fence_async_proxy();
     }
     __syncthreads();
     const int group = threadIdx.x / GROUP_THREADS;

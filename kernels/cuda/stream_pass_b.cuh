@@ -1,7 +1,7 @@
 /* Pass B of the stream scorer: the score of every key, as fast_pass_b.cuh says, from logits made
- * again. A thread sees rows g and g + 8 of its warp's 16, of every eight keys 2t and 2t + 1; what
- * it needs to know of rows it has in registers. Each warp adds up its rows; another one adds up
- * what the warps have.
+ * again. A thread sees rows g and g + 8 of its warp's 16, of every eight keys 2t and 2t + 1. The
+ * tensor cores begin with |a|^2 + |v|^2 where the others begin with 0, so that what they leave are
+ * distances. Each warp adds up some of its rows; another one adds up what the warps have.
  */
 #ifndef DKV_KERNELS_CUDA_STREAM_PASS_B_CUH
 #define DKV_KERNELS_CUDA_STREAM_PASS_B_CUH
@@ -55,17 +55,16 @@ template <class S> struct group_b {
     int first_row; /* of the group */
     tile_pair<S> now;
     ring<PARTS> parts;
-    uint32_t q[S::K_STEPS][4];
-    uint32_t hi[S::K_STEPS][4]; /* of a */
-    uint32_t lo[S::K_STEPS][4];
-    float norm[2];  /* |a|^2 */
-    float shift[2]; /* the range factor, less log2 of the denominator */
+    float norm[2];  /* |a|^2 / 2 */
+    float shift[2]; /* log2 of the denominator, less the range factor */
     int top[2];     /* see merged */
     float z[8][4];
-    float dot[8][4];
+    float half[8][4]; /* half of the squared distances */
 
     __device__ __forceinline__ group_b(shared_b<S> &in, int group, int thread)
-        : shared(in), at(thread), first_row(64 * group)
+        /* The same for all lanes, and the compiler knows, or it would compute each operand's
+         * address in vector registers. */
+        : shared(in), at(thread), first_row(64 * __shfl_sync(~0u, group, 0))
     {
     }
 
@@ -74,61 +73,108 @@ template <class S> struct group_b {
         return reinterpret_cast<const merged<S> *>(work.unit.work)[work.item.row_group];
     }
 
+    __device__ __forceinline__ uint32_t query(void) const
+    {
+        return shared_address(shared.query[0]) + first_row * S::ROW_BYTES;
+    }
+    /* hi or lo of -a */
+    __device__ __forceinline__ uint32_t operand(int part) const
+    {
+        return shared_address(shared.rows[0][0]) + (2 * first_row + 64 * part) * S::ROW_BYTES;
+    }
+
+    /* Copies hi and lo of the group's rows, with the other sign. */
+    __device__ __forceinline__ void copy_operands(const merged<S> &from)
+    {
+        constexpr int HALF_OPERAND = BLOCK_ROWS * S::ROW_BYTES; /* of 32 rows */
+        const unsigned char *a = from.a[first_row / BLOCK_ROWS];
+#pragma unroll
+        for (int block = 0; block < 4; block++) /* of 32 rows hi, lo, of the others hi, lo */
+#pragma unroll 4
+            for (int offset = 16 * at.thread; offset < HALF_OPERAND; offset += 16 * GROUP_THREADS) {
+                uint4 words = __ldcg(
+                    reinterpret_cast<const uint4 *>(a + block * HALF_OPERAND + offset));
+                words.x ^= 0x80008000u;
+                words.y ^= 0x80008000u;
+                words.z ^= 0x80008000u;
+                words.w ^= 0x80008000u;
+                store_shared_words(operand(block % 2) + block / 2 * HALF_OPERAND + offset, words);
+            }
+        fence_async_proxy();
+        group_barrier(BARRIER_GROUP + first_row / 64);
+    }
+
     __device__ __forceinline__ void load_rows(const job &work)
     {
         const merged<S> &from = merged_rows(work);
+        uint32_t q[S::K_STEPS][4];
         load_rows_of_query(work, first_row, at, q);
+        group_barrier(BARRIER_GROUP + first_row / 64); /* the item before is through everywhere */
+        store_operand<S>(q, query(), at);
+        copy_operands(from);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int row = first_row + at.row(i);
-#pragma unroll
-            for (int k = 0; k < S::K_STEPS; k++)
-#pragma unroll
-                for (int half = 0; half < 2; half++) {
-                    const uint32_t *word = word_of(from, row, 2 * k + half, at.t);
-                    hi[k][2 * half + i] = __ldcg(word);
-                    lo[k][2 * half + i] = __ldcg(word + LO_WORDS<S>);
-                }
             norm[i] = 0.0f;
 #pragma unroll
             for (int part = 0; part < S::DIM / 32; part++)
                 norm[i] += __ldcg(&from.norm[row][part]);
-            shift[i] = DKV_CU_EXPONENT - __ldcg(&from.lse[row]);
+            norm[i] *= 0.5f;
+            shift[i] = __ldcg(&from.lse[row]) - DKV_CU_EXPONENT;
             top[i] = __ldcg(&from.top[row]);
         }
     }
 
-    /* Starts dot = a.v with a tile's values. */
-    __device__ __forceinline__ void start_values(uint32_t v_tile)
+    /* Starts half = |a|^2 / 2 + |v|^2 / 2 - a.v with a tile's values. The largest |v|^2 that this
+     * thread sees. */
+    __device__ __forceinline__ float start_distances(uint32_t v_tile)
     {
-        const uint64_t values = keys_operand<S>(v_tile);
-        warpgroup_fence();
-        warpgroup_mma_first<typename S::type>(dot, hi[0], values);
+        const float *squares = shared.squares[now.at.index / 2] + 2 * at.t;
+        float most[2] = {0.0f, 0.0f};
 #pragma unroll
-        for (int k = 1; k < S::K_STEPS; k++)
-            warpgroup_mma<typename S::type, 0>(dot, hi[k], values + keys_step(k), 1);
+        for (int j = 0; j < 8; j++) {
+            const float2 square = *reinterpret_cast<const float2 *>(squares + 8 * j);
+#pragma unroll
+            for (int c = 0; c < 4; c++)
+                half[j][c] = fmaf(0.5f, c & 1 ? square.y : square.x, norm[c >> 1]);
+            most[0] = fmaxf(most[0], square.x);
+            most[1] = fmaxf(most[1], square.y);
+        }
+        const uint64_t values = keys_operand<S>(v_tile);
+        const uint64_t hi = keys_operand<S>(operand(0));
+        const uint64_t lo = keys_operand<S>(operand(1));
+        hold(half);
+        warpgroup_fence();
 #pragma unroll
         for (int k = 0; k < S::K_STEPS; k++)
-            warpgroup_mma<typename S::type, 0>(dot, lo[k], values + keys_step(k), 1);
+            warpgroup_mma_shared<typename S::type>(half, hi + keys_step(k), values + keys_step(k),
+                                                   1);
+#pragma unroll
+        for (int k = 0; k < S::K_STEPS; k++)
+            warpgroup_mma_shared<typename S::type>(half, lo + keys_step(k), values + keys_step(k),
+                                                   1);
         warpgroup_commit();
+        return fmaxf(most[0], most[1]);
     }
 
-    /* z = (p / (1 - p))^2, with the range factor. */
-    __device__ __forceinline__ void make_weights(float factor)
+    /* w = (p / (1 - p))^2, with the range factor: 1 / (1 / p - 1) is what takes least. */
+    __device__ __forceinline__ void make_weights(const float (&x)[8][4], float factor,
+                                                 float (&w)[8][4]) const
     {
 #pragma unroll
         for (int j = 0; j < 8; j++)
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                const float p = exp2_fast(fmaf(z[j][c], factor, shift[c >> 1]));
-                const float ratio = p * rcp_fast(fmaf(-RANGE, p, 1.0f));
-                z[j][c] = ratio * ratio;
+                const float ratio = rcp_fast(exp2_fast(fmaf(x[j][c], -factor, shift[c >> 1])) -
+                                             RANGE);
+                w[j][c] = ratio * ratio;
             }
     }
 
     /* The term of a row whose top key is in this tile takes the place of the plain one: as weight,
      * with a distance of 1. Rare. */
-    __device__ __forceinline__ void put_terms(const job &work, int first_key)
+    __device__ __forceinline__ void put_terms(const job &work, int first_key,
+                                              float (&x)[8][4]) const
     {
         const merged<S> &from = merged_rows(work);
 #pragma unroll
@@ -138,7 +184,7 @@ template <class S> struct group_b {
             for (int part = 0; part < S::DIM / 32; part++)
                 distance += __ldcg(&from.top_distance[row][part]);
             const float term = __ldcg(&from.top_weight[row]) * distance;
-            put_at_top(z, i, first_key, term);
+            put_at_top(x, i, first_key, term);
         }
     }
     __device__ __forceinline__ void put_at_top(float (&x)[8][4], int i, int first_key,
@@ -155,16 +201,16 @@ template <class S> struct group_b {
     }
 
     /* Distances that cancel, again. Rare. */
-    __device__ __forceinline__ void distances_that_cancel(const job &work, uint32_t v_tile,
-                                                          const float *squares)
+    __device__ __forceinline__ void distances_that_cancel(const job &work, uint32_t v_tile)
     {
+        const float *squares = shared.squares[now.at.index / 2] + 2 * at.t;
         unsigned cancels = 0; /* a bit 4j + c each */
 #pragma unroll
         for (int j = 0; j < 8; j++)
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                const float whole = norm[c >> 1] + squares[8 * j + 2 * at.t + (c & 1)];
-                if (dot[j][c] < CANCELS * whole)
+                const float whole = fmaf(0.5f, squares[8 * j + (c & 1)], norm[c >> 1]);
+                if (half[j][c] < CANCELS * whole)
                     cancels |= 1u << (4 * j + c);
             }
         for (;;) {
@@ -183,42 +229,55 @@ template <class S> struct group_b {
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     if (mine & 1u << (4 * j + c))
-                        dot[j][c] = exact;
+                        half[j][c] = 0.5f * exact;
                 }
         }
     }
 
-    /* dot = |a - v|^2 */
-    __device__ __forceinline__ void make_distances(const job &work)
+    /* Whether a distance may be so small a part of what it is the difference of that it is noise.
+     * `most`: the largest |v|^2. */
+    __device__ __forceinline__ bool may_cancel(float most) const
     {
-        const float *squares = shared.squares[now.at.index / 2];
-        float room = INFINITY; /* the least by which a distance exceeds what may be noise */
+        bool may = false;
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const float2 square = *reinterpret_cast<const float2 *>(squares + 8 * j + 2 * at.t);
+        for (int i = 0; i < 2; i++) {
+            float first = half[0][2 * i];
+            float second = half[0][2 * i + 1];
 #pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const float whole = norm[c >> 1] + (c & 1 ? square.y : square.x);
-                dot[j][c] = fmaf(-2.0f, dot[j][c], whole);
-                room = fminf(room, fmaf(-CANCELS, whole, dot[j][c]));
+            for (int j = 1; j < 8; j++) {
+                first = fminf(first, half[j][2 * i]);
+                second = fminf(second, half[j][2 * i + 1]);
             }
+            may |= fminf(first, second) < CANCELS * fmaf(0.5f, most, norm[i]);
         }
-        if (__any_sync(~0u, room < 0.0f))
-            distances_that_cancel(work, now.values(shared), squares);
+        return may;
     }
 
-    /* The warp's sums of a tile's keys go to the warp that adds them up. */
-    __device__ __forceinline__ void store_parts(float (&sum)[16])
+    /* The terms of a tile's keys go to the warp that adds them up: those of half of the keys, four
+     * rows together. */
+    __device__ __forceinline__ void store_parts(const float (&w)[8][4])
     {
-        fold<16>(sum, 16, at.lane);
-        fold<8>(sum, 8, at.lane);
-        fold<4>(sum, 4, at.lane);
+        const bool upper = at.lane & 16;
+        float2 sum[8];
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            sum[j] = make_float2(fmaf(w[j][0], half[j][0], w[j][2] * half[j][2]),
+                                 fmaf(w[j][1], half[j][1], w[j][3] * half[j][3]));
         mbarrier_wait(shared_address(&shared.parts_empty[parts.index]), parts.parity ^ 1);
-        float *to = shared.parts[parts.index][first_row / 16 + at.warp];
-        *reinterpret_cast<float2 *>(to + 8 * at.g + 2 * at.t) = make_float2(sum[0], sum[1]);
+        float *to = shared.parts[parts.index][(first_row / 16 + at.warp) * PART_ROWS + at.g % 4] +
+                    2 * at.t + (upper ? 32 : 0);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const float2 mine = upper ? sum[j + 4] : sum[j];
+            const float2 other = upper ? sum[j] : sum[j + 4];
+            *reinterpret_cast<float2 *>(to + 8 * j) = make_float2(
+                mine.x + __shfl_xor_sync(~0u, other.x, 16),
+                mine.y + __shfl_xor_sync(~0u, other.y, 16));
+        }
         __syncwarp();
         if (at.lane == 0)
             mbarrier_arrive(shared_address(&shared.parts_full[parts.index]));
+        parts.advance();
     }
 
     /* One tile: weights while the tensor cores multiply its values. */
@@ -228,35 +287,35 @@ template <class S> struct group_b {
         mbarrier_wait_both(now.keys_full(shared), now.at.parity, now.values_full(shared),
                            now.at.parity);
         fence_async_proxy();
-        start_row_dots<S>(z, q, now.keys(shared));
-        start_values(now.values(shared));
+        start_row_dots<S>(z, query(), now.keys(shared));
+        const float most = start_distances(now.values(shared));
         warpgroup_wait<1>();
         hold(z);
         now.release_keys(shared, at.lane);
-        if (!logits.plain)
-            rule.apply<8, 4>(z);
-        if (first_key + TILE > rule.open_keys)
-            hide_keys_of(work, first_row, at, first_key, z);
-        make_weights(logits.factor);
         const bool has_tops = __any_sync(~0u, static_cast<unsigned>(top[0] - first_key) < TILE ||
                                                   static_cast<unsigned>(top[1] - first_key) < TILE);
-        if (has_tops) /* between the weights and the wait, or the compiler would mix them */
-            put_terms(work, first_key);
-        warpgroup_wait<0>();
-        hold(dot);
-        make_distances(work);
-        if (has_tops) {
-            put_at_top(dot, 0, first_key, 1.0f);
-            put_at_top(dot, 1, first_key, 1.0f);
+        float w[8][4];
+        if (logits.plain && first_key + TILE <= rule.open_keys && !has_tops) {
+            make_weights(z, logits.factor, w);
+        } else {
+            float x[8][4];
+            logits_of(work, rule, logits, first_row, at, first_key, z, x);
+            make_weights(x, logits.factor, w);
+            if (has_tops)
+                put_terms(work, first_key, w);
         }
-        float sum[16];
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++)
-                sum[2 * j + e] = fmaf(z[j][e], dot[j][e], z[j][2 + e] * dot[j][2 + e]);
+        /* Behind a branch that needs the weights, or the compiler would compute them behind this.
+         */
+        warpgroup_wait<0>();
+        hold(half);
+        if (__any_sync(~0u, may_cancel(most)))
+            distances_that_cancel(work, now.values(shared));
+        if (has_tops) {
+            put_at_top(half, 0, first_key, 0.5f);
+            put_at_top(half, 1, first_key, 0.5f);
+        }
         now.release_values(shared, at.lane);
-        store_parts(sum);
+        store_parts(w);
     }
 
     __device__ __forceinline__ void run(const job &work)
@@ -264,150 +323,15 @@ template <class S> struct group_b {
         const logit_rule rule(work);
         const logit_factor logits(rule);
         const int tiles = range_tiles(work.item);
+        int first_key = item_first_key(work.item);
         load_rows(work);
 #pragma unroll 1
-        for (int tile = 0; tile < tiles; tile++) {
-            step(work, rule, logits, item_first_key(work.item) + tile * TILE);
-            parts.advance();
+        for (int tile = 0; tile < tiles; tile++, first_key += TILE) {
+            step(work, rule, logits, first_key);
             now.advance();
         }
     }
 };
-
-/* The score of a key, if there is such a key. */
-__device__ __forceinline__ void store_score(const score_sink &sink, float sum, uint32_t key)
-{
-    if (key >= sink.n_keys)
-        return;
-    float score = sum * sink.factor;
-    if (sink.adds)
-        score += sink.scores[key];
-    sink.scores[key] = score;
-    if (!dkv_cu_finite(score))
-        atomicOr(sink.flags, DKV_CU_RETRY);
-}
-
-/* Adds up the warps' sums of every tile and stores scores. By one warp: a lane has two keys. */
-template <class S>
-__device__ __forceinline__ void store_scores(shared_b<S> &shared, const job &work,
-                                             ring<PARTS> &parts, int lane)
-{
-    const score_sink sink(work);
-    const int tiles = range_tiles(work.item);
-    uint32_t key = item_first_key(work.item) + 2 * lane;
-    for (int tile = 0; tile < tiles; tile++, key += TILE) {
-        mbarrier_wait(shared_address(&shared.parts_full[parts.index]), parts.parity);
-        float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll
-        for (int warp = 0; warp < 4 * GROUPS; warp++) {
-            const float2 part = *reinterpret_cast<const float2 *>(
-                &shared.parts[parts.index][warp][2 * lane]);
-            sum.x += part.x;
-            sum.y += part.y;
-        }
-        __syncwarp();
-        if (lane == 0)
-            mbarrier_arrive(shared_address(&shared.parts_empty[parts.index]));
-        parts.advance();
-        store_score(sink, sum.x, key);
-        store_score(sink, sum.y, key + 1);
-    }
-}
-
-template <class S>
-__device__ __forceinline__ void run_group_b(shared_b<S> &shared, const stream_args &args, int group,
-                                            int thread)
-{
-    group_b<S> work(shared, group, thread);
-    griddepcontrol_wait();
-    for (uint32_t turn = 0; turn < args.turns; turn++) {
-        const job &item = item_wait(shared.items, turn);
-        if (item.item.chunks != 0)
-            work.run(item);
-        item_release(shared.items, turn, work.at.lane);
-    }
-}
-
-/* Copies |v|^2 of a tile's keys beside its values. */
-template <class S>
-__device__ __forceinline__ void fetch_values(shared_b<S> &shared, tile_stream<S, S::TILES> &stream,
-                                             const job &work, uint64_t policy, int lane)
-{
-    const int tiles = range_tiles(work.item);
-    const float *squares = squares_of<S>(work) + item_first_key(work.item) + 2 * lane;
-    tile_source<S> from(work, false, lane);
-    for (int tile = 0; tile < tiles; tile++, squares += TILE) {
-        const int place = stream.next.index;
-        stream.fetch(from, work, tile, policy);
-        stream.next.advance();
-        copy_8(shared_address(&shared.squares[place / 2][2 * lane]), squares);
-        mbarrier_arrive_after_copies(shared_address(&shared.tiles.full[place]));
-    }
-}
-
-template <class S> __device__ __forceinline__ void init_b(shared_b<S> &shared)
-{
-    init_tiles(shared.tiles, 2, 4 * GROUPS, 0); /* |v|^2 comes with the values */
-    init_items(shared.items, 4 * GROUPS + 3);
-    for (int i = 0; i < PARTS; i++) {
-        mbarrier_init(shared_address(&shared.parts_full[i]), 4 * GROUPS);
-        mbarrier_init(shared_address(&shared.parts_empty[i]), 1);
-    }
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-/* Empty except for sm_90a. What it reads before griddepcontrol_wait(), no kernel before it writes.
- */
-template <class S>
-__global__ void __launch_bounds__(STREAM_THREADS, 1)
-    stream_b(const __grid_constant__ stream_args args)
-{
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-    griddepcontrol_launch();
-    extern __shared__ __align__(1024) unsigned char shared_bytes[];
-    shared_b<S> &shared = *reinterpret_cast<shared_b<S> *>(shared_bytes);
-    if (threadIdx.x == 0)
-        init_b(shared);
-    __syncthreads();
-    const int group = threadIdx.x / GROUP_THREADS;
-    if (group < GROUPS) {
-        registers_set<COMPUTE_REGISTERS, STREAM_LAUNCH_REGISTERS>();
-        run_group_b<S>(shared, args, group, thread_in_group());
-    } else {
-        registers_set<LOAD_REGISTERS, STREAM_LAUNCH_REGISTERS>();
-        const int thread = thread_in_group();
-        const int lane = thread & 31;
-        if (thread < 64) {
-            tile_stream<S, S::TILES> stream(shared.places, shared.tiles.full, shared.tiles.empty,
-                                            lane);
-            const uint64_t policy = policy_evict_first();
-            if (thread >= 32) {
-                stream.next.advance();
-                griddepcontrol_wait(); /* for |v|^2 */
-            }
-            for (uint32_t turn = 0; turn < args.turns; turn++) {
-                const job &work = item_wait(shared.items, turn);
-                if (thread < 32)
-                    fetch_tiles<S>(stream, work, true, range_tiles(work.item), policy, lane);
-                else if (work.item.chunks != 0)
-                    fetch_values<S>(shared, stream, work, policy, lane);
-                item_release(shared.items, turn, lane);
-            }
-        } else if (thread < 96) {
-            for (uint32_t turn = 0; turn < args.turns; turn++)
-                load_item(shared.items, args, turn, lane);
-        } else {
-            ring<PARTS> parts;
-            for (uint32_t turn = 0; turn < args.turns; turn++) {
-                const job &work = item_wait(shared.items, turn);
-                if (work.item.chunks != 0)
-                    store_scores<S>(shared, work, parts, lane);
-                item_release(shared.items, turn, lane);
-            }
-        }
-    }
-#endif
-}
 
 } // namespace dkv_stream
 

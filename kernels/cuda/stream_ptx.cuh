@@ -39,6 +39,25 @@ __device__ __forceinline__ void warpgroup_mma_first(float (&c)[8][4], const uint
 
 #undef DKV_WGMMA_FIRST_64
 
+#define DKV_WGMMA_8(types)                                                    \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." types " "       \
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"        \
+                 : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]) \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+
+/* c += a * b for 8 columns. */
+template <class type>
+__device__ __forceinline__ void warpgroup_mma_8(float (&c)[1][4], const uint32_t (&a)[4],
+                                                uint64_t b)
+{
+    if constexpr (std::is_same<type, fp16_type>::value)
+        DKV_WGMMA_8("f16.f16");
+    else
+        DKV_WGMMA_8("bf16.bf16");
+}
+
+#undef DKV_WGMMA_8
+
 /* Waits for two barriers, both at once, because a look at one takes a hundred cycles. */
 __device__ __forceinline__ void mbarrier_wait_both(uint32_t first, uint32_t first_parity,
                                                    uint32_t second, uint32_t second_parity)
@@ -54,6 +73,13 @@ __device__ __forceinline__ void mbarrier_wait_both(uint32_t first, uint32_t firs
                  "over:\n"
                  "}" ::"r"(first),
                  "r"(first_parity), "r"(second), "r"(second_parity)
+                 : "memory");
+}
+
+__device__ __forceinline__ void store_shared_words(uint32_t address, const uint4 &words)
+{
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(words.x), "r"(words.y),
+                 "r"(words.z), "r"(words.w)
                  : "memory");
 }
 

@@ -1,12 +1,13 @@
 /* Host side of the stream scorer: which blocks it takes, the work lists, the launches.
  *
- * Pass A's chunks depend on a unit's length alone, so that an answer never depends on what else is
- * in the batch: at most CHUNKS_MAX of them, CHUNK_KEYS_MIN keys each while that is enough. Pass B
+ * Pass A's chunks depend on their block alone, so that an answer never depends on what else is in
+ * the batch: as many as give a large device something to do, with CHUNK_KEYS_MIN keys each at
+ * least, for each begins and ends with what a tile or two take. Pass B
  * scores every key by itself, so its ranges are whatever shares the tiles out evenly.
  */
 #include <string.h>
 
-#include "kernels/cuda/stream_pass_b.cuh"
+#include "kernels/cuda/stream_kernel_b.cuh"
 
 namespace dkv_stream
 {
@@ -43,8 +44,10 @@ using dkv_stream::stream_args;
 using dkv_stream::tiles_of;
 
 constexpr uint32_t CHUNK_KEYS_MIN = 512;
-constexpr uint32_t CHUNKS_MAX = 32;
-constexpr uint32_t ROWS_MIN = 65; /* fewer are the fast scorer's */
+constexpr uint32_t CHUNKS_MAX = 32;     /* of a unit and row group */
+constexpr uint32_t CHUNKS_LEAST = 8;    /* the same, if it is long enough */
+constexpr uint32_t CHUNKS_ENOUGH = 128; /* of a block */
+constexpr uint32_t ROWS_MIN = 65;       /* fewer are the fast scorer's */
 
 /* One compiled set of kernels. */
 struct variant {
@@ -62,16 +65,17 @@ struct variant {
 template <class type, int head_dim> variant make_variant(uint32_t dtype)
 {
     using S = dkv_stream::stream_shape<type, head_dim>;
+    using B = dkv_stream::shape_b<S>;
     static_assert(sizeof(dkv_stream::shared_a<S>) <= 232448 &&
-                      sizeof(dkv_stream::shared_b<S>) <= 232448,
+                      sizeof(dkv_stream::shared_b<B>) <= 232448,
                   "shared memory of one thread block");
     return {dtype,
             head_dim,
             reinterpret_cast<const void *>(dkv_stream::stream_a<S>),
             reinterpret_cast<const void *>(dkv_stream::stream_merge<S>),
-            reinterpret_cast<const void *>(dkv_stream::stream_b<S>),
+            reinterpret_cast<const void *>(dkv_stream::stream_b<B>),
             sizeof(dkv_stream::shared_a<S>),
-            sizeof(dkv_stream::shared_b<S>),
+            sizeof(dkv_stream::shared_b<B>),
             S::PARTIAL_BYTES,
             sizeof(dkv_fast::merged<S>)};
 }
@@ -105,15 +109,19 @@ uint32_t row_groups(const struct dkv_cu_block *block)
 }
 
 /* Keys of a chunk: a multiple of the tile. */
-uint32_t chunk_keys(uint32_t n)
+uint32_t chunk_keys(const struct dkv_cu_block *block)
 {
-    const uint32_t keys = (n + CHUNKS_MAX - 1) / CHUNKS_MAX;
+    const uint32_t n = block->n_valid;
+    uint32_t chunks = CHUNKS_ENOUGH / (block->heads * row_groups(block));
+    chunks = chunks > CHUNKS_MAX ? CHUNKS_MAX : chunks < CHUNKS_LEAST ? CHUNKS_LEAST : chunks;
+    const uint32_t keys = (n + chunks - 1) / chunks;
     return dkv_fast::TILE * tiles_of(keys < CHUNK_KEYS_MIN ? CHUNK_KEYS_MIN : keys);
 }
 
-uint32_t chunks_of(uint32_t n)
+uint32_t chunks_of(const struct dkv_cu_block *block)
 {
-    return (n + chunk_keys(n) - 1) / chunk_keys(n);
+    const uint32_t keys = chunk_keys(block);
+    return (block->n_valid + keys - 1) / keys;
 }
 
 /* The work lists of one launch, as they lie in the extra data. */
@@ -144,8 +152,8 @@ uint32_t list_chunks(const struct dkv_cu_wave *wave, uint32_t first, uint32_t n,
         const struct dkv_cu_block *block = &wave->blocks_host[b];
         if (find_variant(block) != which)
             continue;
-        const uint32_t keys = chunk_keys(block->n_valid);
-        const uint32_t chunks = chunks_of(block->n_valid);
+        const uint32_t keys = chunk_keys(block);
+        const uint32_t chunks = chunks_of(block);
         for (uint32_t g = 0; g < row_groups(block); g++) {
             for (uint32_t c = 0; items && c < chunks; c++)
                 items[count + c] = {
@@ -263,7 +271,7 @@ bool stream_takes(const struct dkv_cu_device *device, const struct dkv_cu_block 
 size_t stream_unit_bytes(const struct dkv_cu_block *block)
 {
     const variant *v = find_variant(block);
-    return row_groups(block) * (v->merged_bytes + chunks_of(block->n_valid) * v->partial_bytes) +
+    return row_groups(block) * (v->merged_bytes + chunks_of(block) * v->partial_bytes) +
            tiles_of(block->n_valid) * dkv_fast::TILE * sizeof(float);
 }
 

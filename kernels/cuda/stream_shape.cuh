@@ -32,7 +32,8 @@ constexpr int STREAM_THREADS = (GROUPS + 1) * GROUP_THREADS;
 constexpr int STREAM_LAUNCH_REGISTERS = 65536 / STREAM_THREADS / 8 * 8;
 constexpr int COMPUTE_REGISTERS = 224;
 constexpr int LOAD_REGISTERS = 56;
-constexpr int STREAM_JOBS = 2; /* items whose descriptors are at hand */
+constexpr int BARRIER_GROUP = 2; /* named barriers, one a group */
+constexpr int STREAM_JOBS = 2;   /* items whose descriptors are at hand */
 
 template <class element, int head_dim> struct stream_shape {
     using type = element;
@@ -55,6 +56,11 @@ template <class element, int head_dim> struct stream_shape {
     static constexpr float WEIGHT_ONE = std::is_same<element, fp16_type>::value ? 1024.0f : 1.0f;
 };
 
+/* The same for pass B, which has its rows in shared memory, too. */
+template <class S> struct shape_b : S {
+    static constexpr int TILES = 6 * 128 / S::DIM;
+};
+
 /* Descriptors of the items that a thread block is at. */
 struct job_ring {
     job jobs[STREAM_JOBS];
@@ -70,17 +76,23 @@ template <class S> struct tile_ring {
 
 template <class S> struct shared_a {
     unsigned char places[S::TILES][S::TILE_BYTES];
+    uint32_t ones[256]; /* a matrix of ones, whatever its layout */
     tile_ring<S> tiles;
     job_ring items;
 };
 
-/* Partial scores of a tile, by warp, for the warp that adds them up. */
-constexpr int PARTS = 4;
+/* Partial scores of a tile for the warp that adds them up: from a warp four times those of four
+ * rows. They are as far apart as keeps them out of each other's banks. */
+constexpr int PARTS = 3;
+constexpr int PART_ROWS = 4;
+constexpr int PART_STRIDE = TILE + 8;
 
 template <class S> struct shared_b {
     unsigned char places[S::TILES][S::TILE_BYTES];
+    unsigned char rows[GROUPS][2][64 * S::ROW_BYTES]; /* hi and lo of -a, see merged */
+    unsigned char query[GROUPS][64 * S::ROW_BYTES];
     float squares[S::TILES / 2][TILE]; /* |v|^2 of the keys of each tile of the ring */
-    float parts[PARTS][4 * GROUPS][TILE];
+    float parts[PARTS][4 * GROUPS * PART_ROWS][PART_STRIDE];
     tile_ring<S> tiles;
     unsigned long long parts_full[PARTS];
     unsigned long long parts_empty[PARTS];

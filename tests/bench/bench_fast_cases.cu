@@ -64,6 +64,8 @@ const shape_case cases[] = {
     {"window 32 offset", 4097, 24, 8, 32, 128, 1, DKV_FP16, DENSE, OFFSET, 0, false, false},
     {"window 32 n 33", 33, 32, 8, 32, 128, 3, DKV_BF16, DENSE, PEAKED, 0, false, false},
     {"window 32 dim 64", 1999, 24, 8, 32, 64, 2, DKV_BF16, PAGE16, PEAKED, 0, false, false},
+    {"window 32 4 heads", 20011, 16, 4, 32, 128, 1, DKV_BF16, DENSE, PEAKED, 0, false, false},
+    {"window 32 8 a head", 20011, 32, 4, 32, 128, 1, DKV_FP16, PAGE16, FLAT, 0, false, false},
     {"window 60 300 rows", 9000, 10, 2, 60, 128, 2, DKV_BF16, DENSE, PEAKED, 0, false, false},
     {"e5m2 peaked", 5000, 32, 8, 8, 128, 2, DKV_F8_E5M2, DENSE, PEAKED, 0, false, false},
     {"fp8 sink", 3000, 32, 8, 8, 128, 1, DKV_F8_E4M3, PAGE1, SINK, 0, false, false},
@@ -215,6 +217,7 @@ struct dkv_cu_block describe(const shape_case &c, const int *table)
     block.q_dtype = is_fp8(c) ? static_cast<uint32_t>(DKV_BF16) : c.dtype;
     block.q_scale = 1.0f;
     block.q_align = 16;
+    block.heads = c.kv_heads;
     block.group = c.q_heads / c.kv_heads;
     block.window = std::min(c.window, c.n);
     block.head_dim = block.v_dim = c.dim;
