@@ -127,6 +127,7 @@ __device__ __forceinline__ void raise(softmax_state<S> &state, float (&z)[8][4],
 {
 #pragma unroll
     for (int i = 0; i < S::R; i++) {
+        const bool has_sums = __any_sync(~0u, state.key[i] >= 0); /* not in a chunk's first tile */
         float largest;
         int key;
         largest_logit(z, i, at.t, largest, key);
@@ -142,8 +143,9 @@ __device__ __forceinline__ void raise(softmax_state<S> &state, float (&z)[8][4],
         if (!(largest > state.base[i] + SLACK))
             continue;
         const float base = replaces ? fmaxf(rest, state.top[i]) : fminf(largest, state.top[i]);
-        state.rescale(i, exp2_fast(state.base[i] - base),
-                      replaces ? S::WEIGHT_ONE * exp2_fast(state.top[i] - base) : 0.0f, at.t);
+        if (has_sums)
+            state.rescale(i, exp2_fast(state.base[i] - base),
+                          replaces ? S::WEIGHT_ONE * exp2_fast(state.top[i] - base) : 0.0f, at.t);
         state.base[i] = base;
         if (replaces) {
             state.top[i] = largest;
