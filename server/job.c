@@ -9,6 +9,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+/* What each block takes here, and in the arena for a worker. */
+#define BLOCK_BYTES \
+    ((uint64_t)(sizeof(struct dkv_block) + sizeof(struct dkv_plan) + sizeof(struct dkv_link_block)))
+
 struct dkv_job *dkv_job_new(struct dkv_arena *arena)
 {
     struct dkv_job *job = malloc(sizeof(*job));
@@ -87,8 +91,13 @@ enum dkv_status dkv_job_add_loans(struct dkv_job *job, unsigned n, struct dkv_er
     return job->loans != NULL ? DKV_OK : dkv_error_set(err, DKV_E_NOMEM, "no memory for a job");
 }
 
+/* A message of 150 bytes may ask for 1,024 layers, so that they count like what is sent. */
 enum dkv_status dkv_job_add_blocks(struct dkv_job *job, uint32_t n_blocks, struct dkv_error *err)
 {
+    const enum dkv_status status = n_blocks == 1 ? DKV_OK
+                                                 : dkv_job_charge(job, n_blocks * BLOCK_BYTES, err);
+    if (status != DKV_OK)
+        return status;
     job->blocks = n_blocks == 1 ? &job->only_block : calloc(n_blocks, sizeof(*job->blocks));
     job->plans = n_blocks == 1 ? &job->only_plan : calloc(n_blocks, sizeof(*job->plans));
     if (job->blocks == NULL || job->plans == NULL)

@@ -152,7 +152,8 @@ enum dkv_status dkv_job_add_side(struct dkv_job *job, uint64_t bytes, struct dkv
 /* Makes room for `n` loans, which the caller then adds. NOMEM. */
 enum dkv_status dkv_job_add_loans(struct dkv_job *job, unsigned n, struct dkv_error *err);
 
-/* Allocates blocks and plans for a request of `n_blocks`. */
+/* Allocates blocks and plans for a request of `n_blocks`; several are charged. BUSY, TOO_LARGE,
+ * NOMEM. */
 enum dkv_status dkv_job_add_blocks(struct dkv_job *job, uint32_t n_blocks, struct dkv_error *err);
 
 /* After the gate: allocates the outputs, divides the blocks into parts and describes those for
