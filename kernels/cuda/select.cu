@@ -247,6 +247,7 @@ __device__ __forceinline__ void write_kept(const select_crew &crew, select_state
  * the second stage, and their first digits are counted. */
 static __device__ __noinline__ void begin_second_stage(select_state &s, select_part p)
 {
+    __syncthreads(); /* if the first stage keeps nothing, its keys may still be counted */
     const select_candidate cut = s.cut;
     for (int i = threadIdx.x; i < select_bins; i += blockDim.x)
         s.histogram[i] = 0;
