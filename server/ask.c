@@ -416,6 +416,14 @@ static enum dkv_status check_score(const struct dkv_wire_score *score,
     return dkv_prompt_check(&reach, err);
 }
 
+/* Scales and sinks of its layers are copied for the worker; score_blocks has them in its bulk. */
+static enum dkv_status charge_vectors(struct dkv_ask *ask, uint32_t n_layers, struct dkv_error *err)
+{
+    const struct dkv_wire_cache *cache = &ask->cache->wire;
+    const uint64_t n_bytes = dkv_wire_cache_bulk_bytes(cache) / cache->n_layers * n_layers;
+    return n_bytes > 0 ? dkv_job_charge(ask->job, n_bytes, err) : DKV_OK;
+}
+
 enum dkv_status dkv_ask_build_score(struct dkv_ask *ask, const struct dkv_wire_score *score,
                                     struct dkv_error *err)
 {
@@ -428,7 +436,9 @@ enum dkv_status dkv_ask_build_score(struct dkv_ask *ask, const struct dkv_wire_s
         return status;
     ask->cache = cache;
     cache->n_refs++;
-    status = take_params(ask, score->params, score->params_bytes, score->flags, err);
+    status = charge_vectors(ask, score->n_layers, err);
+    if (status == DKV_OK)
+        status = take_params(ask, score->params, score->params_bytes, score->flags, err);
     if (status == DKV_OK)
         status = dkv_prompt_take_defaults(&ask->job->request.params, cache->wire.scale,
                                           cache->wire.logit_softcap, err);
