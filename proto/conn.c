@@ -20,7 +20,10 @@
 #include <inttypes.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
+
+#define PAGE_MAX ((uintptr_t)65536) /* a multiple of every page size */
 
 /* --- life cycle ---------------------------------------------------------------------------- */
 
@@ -58,6 +61,25 @@ void dkv_wire_conn_close(struct dkv_wire_conn *conn)
 int dkv_wire_conn_fd(const struct dkv_wire_conn *conn)
 {
     return conn->fd;
+}
+
+/* Only whole pages of [kept, *used) go. */
+static void give_back(uint8_t *buffer, size_t kept, size_t *used)
+{
+    const uintptr_t from = ((uintptr_t)buffer + kept + PAGE_MAX - 1) & ~(PAGE_MAX - 1);
+    const uintptr_t to = ((uintptr_t)buffer + *used) & ~(PAGE_MAX - 1);
+    if (to <= from)
+        return;
+    (void)madvise(buffer + (from - (uintptr_t)buffer), to - from, MADV_DONTNEED);
+    *used = from - (uintptr_t)buffer;
+}
+
+void dkv_wire_conn_trim(struct dkv_wire_conn *conn)
+{
+    if (conn->in_start == conn->in_end && !conn->handed_out)
+        conn->in_start = conn->in_end = 0;
+    give_back(conn->in, conn->in_end, &conn->in_used);
+    give_back(conn->out, conn->out_end, &conn->out_used);
 }
 
 /* --- receiving ----------------------------------------------------------------------------- */
@@ -158,6 +180,8 @@ enum dkv_status dkv_wire_conn_read(struct dkv_wire_conn *conn, bool *got_out, st
     if (batch.n > 0)
         conn->pending = batch;
     conn->in_end += n;
+    if (conn->in_end > conn->in_used)
+        conn->in_used = conn->in_end;
     conn->drained = n < room && batch.n == 0;
     *got_out = n > 0;
     return DKV_OK;

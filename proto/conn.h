@@ -59,6 +59,10 @@ void dkv_wire_conn_close(struct dkv_wire_conn *conn); /* NULL is fine */
 
 int dkv_wire_conn_fd(const struct dkv_wire_conn *conn);
 
+/* Gives the system back what the buffers have beyond what they hold now: one large message is not
+ * to cost 3 MiB for as long as its connection lasts. */
+void dkv_wire_conn_trim(struct dkv_wire_conn *conn);
+
 /* Receives once, if next() has nothing left to hand out. *got_out: bytes came; false: none are
  * there now. */
 enum dkv_status dkv_wire_conn_read(struct dkv_wire_conn *conn, bool *got_out,

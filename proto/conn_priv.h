@@ -35,6 +35,7 @@ struct dkv_wire_conn {
 
     uint8_t in[DKV_WIRE_CONN_IN_BYTES];
     size_t in_start, in_end;
+    size_t in_used;       /* bytes of `in` that may have memory: trim() */
     uint64_t in_position; /* stream position of in[in_start] */
     struct dkv_wire_conn_fd_batch pending;
     struct dkv_wire_header header; /* of the message being read; type 0: none yet */
@@ -45,6 +46,7 @@ struct dkv_wire_conn {
 
     uint8_t out[DKV_WIRE_CONN_OUT_BYTES];
     size_t out_start, out_end;
+    size_t out_used;
     uint64_t out_position; /* of out[out_start] */
     struct dkv_wire_conn_mark marks[DKV_WIRE_CONN_MARKS];
     uint32_t first_mark, n_marks;

@@ -23,6 +23,8 @@ static void append(struct dkv_wire_conn *conn, const void *bytes, size_t n)
     if (n > 0)
         memcpy(conn->out + conn->out_end, bytes, n);
     conn->out_end += n;
+    if (conn->out_end > conn->out_used)
+        conn->out_used = conn->out_end;
 }
 
 static bool has_room(struct dkv_wire_conn *conn, size_t bytes, uint32_t n_marks)

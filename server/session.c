@@ -408,6 +408,8 @@ static void on_timer(uv_timer_t *timer)
         dkv_error_set(&err, DKV_E_TIMEOUT, "answers are not read");
     if (err.status != DKV_OK)
         dkv_session_violation(session, 0, &err);
+    else
+        dkv_wire_conn_trim(session->conn);
 }
 
 /* ---- the beginning ---- */

@@ -107,6 +107,25 @@ class Limits(unittest.TestCase):
                     self.assertLess(daemon.total_rss_kib() - before_kib, 2 * share >> 10)
                 self.assertEqual(http_answer(daemon), expected)
 
+    def test_a_large_message_costs_no_memory_when_it_is_answered(self):
+        message = wire.score_blocks([inline_block()] * 4000, PARAMS)  # 900 KB, refused for its bulk
+        with SocketDaemon("--max-body-bytes", "16384", "--max-json-bytes", "4096") as daemon:
+            def rss_kib():
+                with open("/proc/%d/status" % daemon.process.pid, encoding="ascii") as file:
+                    return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+            crowd = [Client(daemon.path) for _ in range(40)]
+            before_kib = rss_kib()
+            for client in crowd:
+                self.addCleanup(client.socket.close)
+                self.assertEqual(client.ask(wire.SCORE_BLOCKS, message, bytes(16385)).error()[0], wire.TOO_LARGE)
+            deadline = time.monotonic() + 20
+            while rss_kib() - before_kib > 10000 and time.monotonic() < deadline:
+                self.assertEqual(crowd[0].ask(wire.PING, bytes(8)).kind, wire.PONG)
+            self.assertLess(rss_kib() - before_kib, 10000)
+            for client in crowd:
+                answer = client.ask(wire.SCORE_BLOCKS, wire.score_blocks([inline_block()], PARAMS), tensors())
+                self.assertEqual(len(answer.keep()[0]), 24)
+
     def test_a_turn_of_long_requests_is_short(self):
         """A ping does not wait for all that others sent before: 64 messages each, of 150 bytes and 1,024 layers."""
         n_clients, n_requests, n_layers = 4, 64, 1024
