@@ -21,6 +21,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define RECENCY_HERE_MAX 65536u /* indices that the loop writes itself: some 50 us */
+
 static uint64_t now_us(void)
 {
     return dkv_clock_ns() / 1000;
@@ -358,13 +360,62 @@ static void pump_soon(struct dkv_backend *backend)
     uv_timer_start(&backend->timer, on_timer, 0, 0);
 }
 
+static void end_by_recency(struct dkv_backend *backend, struct dkv_job *job)
+{
+    job->finished_ns = dkv_clock_ns();
+    dkv_list_push_back(&backend->ended, &job->ended_node);
+    pump_soon(backend);
+}
+
+struct by_recency {
+    uv_work_t work;
+    struct dkv_backend *backend;
+    struct dkv_job *job;
+};
+
+static void on_work(uv_work_t *work)
+{
+    const struct by_recency *by = work->data;
+    dkv_job_write_recency(by->job);
+}
+
+static void on_written(uv_work_t *work, int status)
+{
+    struct by_recency *by = work->data;
+    (void)status; /* nobody cancels it */
+    by->backend->n_by_recency--;
+    end_by_recency(by->backend, by->job);
+    free(by);
+}
+
+/* A large answer takes long enough for a thread of the pool. False: no memory for that. */
+static bool let_write(struct dkv_backend *backend, struct dkv_job *job)
+{
+    struct by_recency *by = malloc(sizeof(*by));
+    if (by == NULL)
+        return false;
+    by->work.data = by;
+    by->backend = backend;
+    by->job = job;
+    backend->n_by_recency++;
+    uv_queue_work(backend->loop, &by->work, on_work, on_written);
+    return true;
+}
+
 static void answer_by_recency(struct dkv_backend *backend, struct dkv_job *job)
 {
     dkv_job_answer_by_recency(job);
     job->entry.status = DKV_OK;
-    job->started_ns = job->finished_ns = dkv_clock_ns();
-    dkv_list_push_back(&backend->ended, &job->ended_node);
-    pump_soon(backend);
+    job->started_ns = dkv_clock_ns();
+    if (job->n_keep > RECENCY_HERE_MAX && let_write(backend, job))
+        return;
+    dkv_job_write_recency(job);
+    end_by_recency(backend, job);
+}
+
+bool dkv_backend_is_writing(const struct dkv_backend *backend)
+{
+    return backend != NULL && backend->n_by_recency > 0;
 }
 
 enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_backend_client *client,
@@ -399,8 +450,8 @@ enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_backe
 
 void dkv_backend_cancel(struct dkv_backend *backend, struct dkv_job *job)
 {
-    if (dkv_list_linked(&job->ended_node) && job->degraded)
-        return; /* it has ended, and is handed out at the loop's next turn */
+    if (job->degraded)
+        return; /* it has ended, and is handed out at a later turn of the loop */
     dkv_admission_fail(backend->queue, &job->entry, DKV_E_CANCELLED, now_us());
     pump(backend);
 }

@@ -69,6 +69,10 @@ typedef void (*dkv_backend_settled_fn)(void *owner);
 void dkv_backend_on_settled(struct dkv_backend *backend, dkv_backend_settled_fn settled,
                             void *owner);
 
+/* Threads write answers by recency: the loop must be run until they have, before close(). NULL is
+ * fine. */
+bool dkv_backend_is_writing(const struct dkv_backend *backend);
+
 /* Every job still there ends, as DRAINING. The loop must be run until its handles are closed, which
  * frees what clients are left. */
 void dkv_backend_close(struct dkv_backend *backend);

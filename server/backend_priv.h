@@ -46,6 +46,7 @@ struct dkv_backend {
     struct dkv_list ended; /* jobs answered without a device, until the loop's next turn */
     struct dkv_backend_device devices[DKV_ADMISSION_DEVICES_MAX];
     unsigned n_devices;
+    unsigned n_by_recency;   /* jobs whose answers threads write */
     unsigned n_running;      /* jobs */
     uint64_t n_launched;     /* batches, ever */
     uint64_t pulse_launched; /* n_launched at the last pulse */

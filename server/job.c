@@ -175,6 +175,12 @@ static int32_t *keep_recent(const struct dkv_block *block, const struct dkv_plan
 void dkv_job_answer_by_recency(struct dkv_job *job)
 {
     assert(job->n_scores == 0);
+    job->degraded = true;
+    job->status = DKV_OK;
+}
+
+void dkv_job_write_recency(struct dkv_job *job)
+{
     int32_t *keep = job->keep;
     uint64_t head = 0;
     for (uint32_t i = 0; i < job->request.n_blocks; i++) {
@@ -183,8 +189,6 @@ void dkv_job_answer_by_recency(struct dkv_job *job)
         for (uint32_t h = 0; h < job->blocks[i].kv_heads && job->offsets != NULL; h++)
             job->offsets[++head] = (int32_t)job->plans[i].keep_tokens;
     }
-    job->degraded = true;
-    job->status = DKV_OK;
 }
 
 /* Turns the counts of a block's heads, the first of which is `head`, into offsets. False: together

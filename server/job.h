@@ -169,8 +169,10 @@ enum dkv_status dkv_job_divide(struct dkv_job *job, struct dkv_error *err);
 void dkv_job_drop_parts(struct dkv_job *job);
 
 /* The answer of a device that cannot be had: the protected sinks and the most recent tokens, as
- * many as the budget says. It reads no tensor. Not for a job that wants scores. */
+ * many as the budget says. It reads no tensor. Not for a job that wants scores. The second call
+ * writes it, on any thread. */
 void dkv_job_answer_by_recency(struct dkv_job *job);
+void dkv_job_write_recency(struct dkv_job *job);
 
 /* Drops body, blocks and plans: after the work only the outputs are needed. */
 void dkv_job_release_inputs(struct dkv_job *job);

@@ -269,7 +269,8 @@ static void close_handle(uv_handle_t *handle, void *argument)
 static void stop(struct life *life)
 {
     struct dkv_server *server = &life->server;
-    while (server->n_writing > 0) /* whose regions are the backend's */
+    /* Their regions, and their jobs, are the backend's. */
+    while (server->n_writing > 0 || dkv_backend_is_writing(server->backend))
         uv_run(&life->loop, UV_RUN_ONCE);
     dkv_backend_close(server->backend);
     dkv_sessions_close(server->sessions);

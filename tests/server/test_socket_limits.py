@@ -126,6 +126,41 @@ class Limits(unittest.TestCase):
                 answer = client.ask(wire.SCORE_BLOCKS, wire.score_blocks([inline_block()], PARAMS), tensors())
                 self.assertEqual(len(answer.keep()[0]), 24)
 
+    def test_large_answers_by_recency_are_a_threads_work(self):
+        n_layers, n_heads, tokens, k, row = 64, 8, 2000, 1000, 8 * 4
+        params = wire.integer(wire.WINDOW, 8) + wire.integer(wire.KEEP_TOKENS, k)
+        with SocketDaemon("--max-queue-requests", "2", "--max-client-requests", "1") as daemon, Memory(1 << 16) as memory:
+            def n_threads():
+                return len(os.listdir("/proc/%d/task" % daemon.process.pid))
+            before, crowd = n_threads(), [Client(daemon.path) for _ in range(5)]
+            for client in crowd:
+                self.addCleanup(client.socket.close)
+                region = client.add_memfd(memory.fd, 1 << 16)
+                view = wire.view(region, 0, row, 0)
+                cache = client.ask(wire.CACHE_ADD, wire.cache([view] * (2 * n_layers), n_heads, n_heads)).object()[0]
+                stash = client.ask(wire.STASH_ADD, wire.stash(region, 8, row, 0, n_layers=n_layers)).object()[0]
+
+            def message(n):
+                return wire.score(cache, stash, tokens, layers=(0, n), params=params, flags=4)
+            worker = daemon.processes()[1]
+            os.kill(worker, signal.SIGSTOP)
+            try:
+                crowd[0].send(wire.SCORE, message(1))  # has the client's only place
+                for n, more in ((1, False), (n_layers, True)):
+                    answer = crowd[0].ask(wire.SCORE, message(n))
+                    self.assertEqual((answer.kind, answer.payload[4]), (wire.RESULT, 1))
+                    heads = answer.keep()
+                    self.assertEqual((len(heads), len(heads[-1])), (n, n_heads * k))
+                    self.assertEqual(heads[-1][-k:][-996:], list(range(tokens - 996, tokens)))
+                    self.assertEqual(n_threads() > before, more)
+                for client in crowd[1:]:  # who leaves meanwhile
+                    client.send(wire.SCORE, message(n_layers))
+                    client.send(wire.SCORE, message(n_layers))
+                    client.socket.close()
+            finally:
+                os.kill(worker, signal.SIGCONT)
+            daemon.wait_for_metric("dropkv_body_bytes", lambda n: n == 0)
+
     def test_a_turn_of_long_requests_is_short(self):
         """A ping does not wait for all that others sent before: 64 messages each, of 150 bytes and 1,024 layers."""
         n_clients, n_requests, n_layers = 4, 64, 1024
