@@ -7,55 +7,17 @@
  * usage: bench_answers DROPKVD [SECONDS]
  */
 #include "client/dropkv.h"
+#include "tests/bench/socket_daemon.h"
 
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/prctl.h>
-#include <sys/wait.h>
-#include <time.h>
-#include <unistd.h>
 
 enum { HEADS = 8, TOKENS_MAX = 32768, DIM = 8, SAMPLES = 20000, ROUNDS = 5 };
-
-static char folder[] = "/tmp/dropkv-bench-XXXXXX", path[64], endpoint[80];
 
 static void die(const char *what, const char *why)
 {
     fprintf(stderr, "bench_answers: %s: %s\n", what, why);
     exit(1);
-}
-
-static pid_t start_daemon(const char *program)
-{
-    int log[2];
-    char line[512];
-    if (mkdtemp(folder) == NULL || pipe(log) != 0)
-        die("folder", "none");
-    snprintf(path, sizeof(path), "%s/s", folder);
-    snprintf(endpoint, sizeof(endpoint), "unix://%s", path);
-    const pid_t pid = fork();
-    if (pid == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGTERM);
-        dup2(log[1], STDERR_FILENO);
-        execl(program, program, "--http", "off", "--socket", path, "--threads", "1", (char *)NULL);
-        _exit(127);
-    }
-    close(log[1]);
-    FILE *text = fdopen(log[0], "r");
-    do
-        if (text == NULL || fgets(line, sizeof(line), text) == NULL)
-            die("the daemon did not start", line);
-    while (strstr(line, "listening at") == NULL);
-    return pid;
-}
-
-static double now_us(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec * 1e6 + (double)now.tv_nsec / 1e3;
 }
 
 static int by_value(const void *a, const void *b)
@@ -72,15 +34,15 @@ static double time_requests(struct dropkv_client *client, const struct dropkv_re
 {
     static double times[SAMPLES];
     size_t n = 0;
-    const double end = now_us() + seconds * 1e6;
-    for (int i = 0; n < SAMPLES && now_us() < end; i++) {
+    const double end = bench_clock_us() + seconds * 1e6;
+    for (int i = 0; n < SAMPLES && bench_clock_us() < end; i++) {
         struct dropkv_result *result;
         struct dropkv_error error;
-        const double began = now_us();
+        const double began = bench_clock_us();
         if (dropkv_score(client, request, &result, &error) != DROPKV_OK)
             die("request", error.text);
         if (i >= 20)
-            times[n++] = now_us() - began;
+            times[n++] = bench_clock_us() - began;
         for (size_t k = 0; k < HEADS * result->keep_tokens; k++)
             read_sum += result->keep_indices[k];
         dropkv_result_free(result);
@@ -98,9 +60,10 @@ int main(int argc, char **argv)
     struct dropkv_error error;
     if (argc < 2)
         return 2;
-    const pid_t daemon = start_daemon(argv[1]);
+    struct socket_daemon daemon;
+    socket_daemon_start(&daemon, argv[1]);
     const size_t bytes = (size_t)HEADS * TOKENS_MAX * DIM * 2;
-    if (dropkv_client_open(endpoint, NULL, &client, &error) != DROPKV_OK ||
+    if (dropkv_client_open(daemon.endpoint, NULL, &client, &error) != DROPKV_OK ||
         dropkv_buffer_new(bytes, &input, &error) != DROPKV_OK ||
         dropkv_buffer_new((size_t)HEADS * TOKENS_MAX * 4, &output, &error) != DROPKV_OK ||
         dropkv_client_add_buffer(client, input, &error) != DROPKV_OK ||
@@ -131,8 +94,6 @@ int main(int argc, char **argv)
     dropkv_client_close(client);
     dropkv_buffer_free(input);
     dropkv_buffer_free(output);
-    kill(daemon, SIGTERM);
-    waitpid(daemon, NULL, 0);
-    rmdir(folder);
+    socket_daemon_stop(&daemon);
     return 0;
 }

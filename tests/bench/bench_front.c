@@ -11,22 +11,15 @@
  * usage: bench_front DROPKVD [SECONDS]     (of each measurement; 1)
  */
 #include "client/dropkv.h"
+#include "tests/bench/socket_daemon.h"
 
 #include <poll.h>
-#include <signal.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
-#include <sys/wait.h>
-#include <time.h>
-#include <unistd.h>
 
 enum { HEADS = 8, TOKENS_MAX = 256, DIM = 8, ROWS = 8, STREAMS = 64 };
-
-static char folder[] = "/tmp/dropkv-bench-XXXXXX", path[64], endpoint[80];
 
 static void die(const char *what, const char *why)
 {
@@ -34,38 +27,7 @@ static void die(const char *what, const char *why)
     exit(1);
 }
 
-static double now_us(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return (double)now.tv_sec * 1e6 + (double)now.tv_nsec / 1e3;
-}
-
-/* ---- the daemon ---- */
-
-static pid_t start_daemon(const char *program)
-{
-    int log[2];
-    char line[512];
-    if (mkdtemp(folder) == NULL || pipe(log) != 0)
-        die("folder", "none");
-    snprintf(path, sizeof(path), "%s/s", folder);
-    snprintf(endpoint, sizeof(endpoint), "unix://%s", path);
-    const pid_t pid = fork();
-    if (pid == 0) {
-        prctl(PR_SET_PDEATHSIG, SIGTERM);
-        dup2(log[1], STDERR_FILENO);
-        execl(program, program, "--http", "off", "--socket", path, "--threads", "1", (char *)NULL);
-        _exit(127);
-    }
-    close(log[1]);
-    FILE *text = fdopen(log[0], "r");
-    do
-        if (text == NULL || fgets(line, sizeof(line), text) == NULL)
-            die("the daemon did not start", line);
-    while (strstr(line, "listening at") == NULL);
-    return pid;
-}
+/* ---- the daemon's processes ---- */
 
 static pid_t worker_of(pid_t front)
 {
@@ -118,7 +80,8 @@ static void submit(const struct streams *s, unsigned i)
         die("request", error.text);
 }
 
-static void open_streams(struct streams *s, unsigned n, unsigned depth, uint64_t tokens)
+static void open_streams(struct streams *s, const char *endpoint, unsigned n, unsigned depth,
+                         uint64_t tokens)
 {
     struct dropkv_error error;
     struct dropkv_request *r = &s->request;
@@ -171,20 +134,20 @@ static uint64_t turn(struct streams *s)
     return n;
 }
 
-static void measure(pid_t front, unsigned n_streams, unsigned depth, uint64_t tokens,
-                    double seconds)
+static void measure(const struct socket_daemon *daemon, unsigned n_streams, unsigned depth,
+                    uint64_t tokens, double seconds)
 {
     struct streams s;
-    const pid_t worker = worker_of(front);
+    const pid_t front = daemon->pid, worker = worker_of(front);
     uint64_t n = 0;
-    open_streams(&s, n_streams, depth, tokens);
-    for (double end = now_us() + 2e5; now_us() < end;)
+    open_streams(&s, daemon->endpoint, n_streams, depth, tokens);
+    for (double end = bench_clock_us() + 2e5; bench_clock_us() < end;)
         turn(&s); /* warm */
     const double front_us = cpu_us(front), worker_us = cpu_us(worker), own_us = own_cpu_us();
-    const double began = now_us();
-    while (now_us() < began + seconds * 1e6)
+    const double began = bench_clock_us();
+    while (bench_clock_us() < began + seconds * 1e6)
         n += turn(&s);
-    const double took = now_us() - began;
+    const double took = bench_clock_us() - began;
     printf("%7u %9u %13llu %11.0f %9.2f %9.2f %9.2f\n", n_streams, depth,
            (unsigned long long)(HEADS * tokens * sizeof(int32_t)), (double)n / took * 1e6,
            (cpu_us(front) - front_us) / (double)n, (cpu_us(worker) - worker_us) / (double)n,
@@ -198,14 +161,13 @@ int main(int argc, char **argv)
     if (argc < 2)
         return 2;
     setvbuf(stdout, NULL, _IOLBF, 0);
-    const pid_t daemon = start_daemon(argv[1]);
+    struct socket_daemon daemon;
+    socket_daemon_start(&daemon, argv[1]);
     printf("streams in flight answer bytes   answers/s  front us worker us client us\n");
-    measure(daemon, STREAMS, 1, 8, seconds);
-    measure(daemon, STREAMS, 1, 205, seconds);
-    measure(daemon, 1, STREAMS, 8, seconds);
-    measure(daemon, 1, STREAMS, 205, seconds);
-    kill(daemon, SIGTERM);
-    waitpid(daemon, NULL, 0);
-    rmdir(folder);
+    measure(&daemon, STREAMS, 1, 8, seconds);
+    measure(&daemon, STREAMS, 1, 205, seconds);
+    measure(&daemon, 1, STREAMS, 8, seconds);
+    measure(&daemon, 1, STREAMS, 205, seconds);
+    socket_daemon_stop(&daemon);
     return 0;
 }
