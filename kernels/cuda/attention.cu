@@ -23,6 +23,7 @@
 #include <string.h>
 
 #include "kernels/cuda/attention_long.cuh"
+#include "kernels/cuda/launch.cuh"
 
 namespace
 {
@@ -255,24 +256,6 @@ void fill(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t first, 
                         reinterpret_cast<place *>(bytes + plan->of[v].places_at));
 }
 
-/* `early`: may start before the kernel before it ends, for which it waits itself. */
-cudaError_t launch_kernel(kernel_fn kernel, uint32_t items, size_t shared_bytes,
-                          attention_args args, bool early, cudaStream_t stream)
-{
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(items);
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = early ? 1 : 0;
-    void *arguments[] = {&args};
-    return cudaLaunchKernelExC(&config, reinterpret_cast<const void *>(kernel), arguments);
-}
-
 cudaError_t launch(const dkv_cu_device *, const dkv_cu_wave *wave, uint32_t, uint32_t,
                    const void *extra_host, const void *extra_device, cudaStream_t stream)
 {
@@ -290,11 +273,11 @@ cudaError_t launch(const dkv_cu_device *, const dkv_cu_wave *wave, uint32_t, uin
             reinterpret_cast<unsigned *>(const_cast<unsigned char *>(bytes) + list.counters_at),
             list.n_places,
             list.score_keys};
-        error = launch_kernel(variants[v].weigh, list.items[0], variants[v].shared_bytes, args,
-                              false, stream);
+        error = dkv_cu_launch(reinterpret_cast<const void *>(variants[v].weigh), list.items[0],
+                              threads, variants[v].shared_bytes, args, false, stream);
         if (error == cudaSuccess)
-            error = launch_kernel(variants[v].score, list.items[1], variants[v].shared_bytes, args,
-                                  overlaps, stream);
+            error = dkv_cu_launch(reinterpret_cast<const void *>(variants[v].score), list.items[1],
+                                  threads, variants[v].shared_bytes, args, overlaps, stream);
     }
     return error;
 }

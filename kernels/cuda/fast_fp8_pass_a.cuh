@@ -300,8 +300,7 @@ __device__ __forceinline__ void run_fp8_a(shared_memory<S> &shared, const dkv_fa
         mbarrier_wait(shared_address(&shared.partial_empty[partials.index]), partials.parity ^ 1);
         if (work.item.chunks != 0)
             store_fp8_partial(state, shared.fp8, at, e5m2,
-                              args.ring + (partials.index * gridDim.x + blockIdx.x) *
-                                              static_cast<size_t>(S::PARTIAL_BYTES));
+                              partial_of<S>(args, partials.index, blockIdx.x));
         mbarrier_arrive(shared_address(&shared.partial_full[partials.index]));
         partials.advance();
         query.store(shared.fp8, at);

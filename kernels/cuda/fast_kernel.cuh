@@ -27,13 +27,6 @@ namespace dkv_fast
 {
 
 template <class S>
-__device__ __forceinline__ unsigned char *partial_of(const dkv_fast_args &args, int place,
-                                                     uint32_t thread_block)
-{
-    return args.ring + (place * gridDim.x + thread_block) * static_cast<size_t>(S::PARTIAL_BYTES);
-}
-
-template <class S>
 __device__ __forceinline__ void run_a(shared_memory<S> &shared, const dkv_fast_args &args,
                                       int thread)
 {
@@ -169,7 +162,7 @@ __global__ void __launch_bounds__(THREADS, 1) score(const __grid_constant__ dkv_
 {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
     /* Selection may take over multiprocessors as they fall free; it waits for the last one. */
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    griddepcontrol_launch();
     extern __shared__ __align__(1024) unsigned char shared_bytes[];
     shared_memory<S> &shared = *reinterpret_cast<shared_memory<S> *>(shared_bytes);
     if (threadIdx.x == 0)

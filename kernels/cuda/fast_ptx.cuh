@@ -326,6 +326,18 @@ template <int wanted, int launched> __device__ __forceinline__ void registers_se
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(wanted));
 }
 
+/* Kernels that follow each other start early: each waits here before it reads what the one before
+ * has written. */
+__device__ __forceinline__ void griddepcontrol_wait(void)
+{
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void griddepcontrol_launch(void)
+{
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 } // namespace dkv_fast
 
 #endif

@@ -274,6 +274,14 @@ template <class S> __device__ __forceinline__ int first_kept_tile(int tiles)
     return max(tiles - S::SLOTS, 0);
 }
 
+/* A partial of the ring: of a turn's place, and of any thread block. */
+template <class S>
+__device__ __forceinline__ unsigned char *partial_of(const dkv_fast_args &args, int place,
+                                                     uint32_t thread_block)
+{
+    return args.ring + (place * gridDim.x + thread_block) * static_cast<size_t>(S::PARTIAL_BYTES);
+}
+
 } // namespace dkv_fast
 
 #endif

@@ -89,18 +89,6 @@ __device__ __forceinline__ void copy_8(uint32_t to, const void *from)
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
 
-/* Kernels that follow each other start early: each waits here before it reads what the one before
- * has written. */
-__device__ __forceinline__ void griddepcontrol_wait(void)
-{
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-__device__ __forceinline__ void griddepcontrol_launch(void)
-{
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 } // namespace dkv_stream
 
 #endif

@@ -7,6 +7,7 @@
  */
 #include <string.h>
 
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/stream_kernel_b.cuh"
 
 namespace dkv_stream
@@ -300,24 +301,6 @@ void stream_fill(const struct dkv_cu_device *device, const struct dkv_cu_wave *w
     }
 }
 
-/* `early`: may start before the kernel before it ends, for which it waits itself. */
-cudaError_t launch_kernel(const void *kernel, uint32_t grid, uint32_t threads, size_t shared_bytes,
-                          stream_args args, bool early, cudaStream_t stream)
-{
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(grid);
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = early ? 1 : 0;
-    void *arguments[] = {&args};
-    return cudaLaunchKernelExC(&config, kernel, arguments);
-}
-
 cudaError_t stream_launch(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,
                           uint32_t first, uint32_t n, const void *extra_host,
                           const void *extra_device, cudaStream_t stream)
@@ -335,15 +318,15 @@ cudaError_t stream_launch(const struct dkv_cu_device *device, const struct dkv_c
         stream_args args = {wave->blocks, wave->units,
                             reinterpret_cast<const struct dkv_fast_item *>(bytes + list.a_at),
                             list.a_turns};
-        error = launch_kernel(v.a, grid, dkv_stream::STREAM_THREADS, v.a_bytes, args, false,
+        error = dkv_cu_launch(v.a, grid, dkv_stream::STREAM_THREADS, v.a_bytes, args, false,
                               stream);
         if (error == cudaSuccess)
-            error = launch_kernel(v.merge, list.items, dkv_fast::GROUP_THREADS, 0, args, true,
+            error = dkv_cu_launch(v.merge, list.items, dkv_fast::GROUP_THREADS, 0, args, true,
                                   stream);
         args.items = reinterpret_cast<const struct dkv_fast_item *>(bytes + list.b_at);
         args.turns = list.b_turns;
         if (error == cudaSuccess)
-            error = launch_kernel(v.b, grid, dkv_stream::STREAM_THREADS, v.b_bytes, args, true,
+            error = dkv_cu_launch(v.b, grid, dkv_stream::STREAM_THREADS, v.b_bytes, args, true,
                                   stream);
     }
     return error;
