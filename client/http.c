@@ -267,7 +267,6 @@ static enum dkv_status http_dispatch(struct dkv_transport *t, struct dkv_error *
     int n = 1;
     for (int round = 0; n > 0 && round < ROUNDS_MAX; round++) {
         int running;
-        run_own_timers(t);
         run_timer(t);
         n = epoll_wait(t->epoll_fd, events, EVENTS_PER_ROUND, 0);
         if (n < 0 && errno != EINTR)
@@ -284,6 +283,7 @@ static enum dkv_status http_dispatch(struct dkv_transport *t, struct dkv_error *
         }
         finish_attempts(t);
     }
+    run_own_timers(t); /* behind answers: what came in time is taken, however late the caller is */
     arm_timer(t);
     return DKV_OK;
 }

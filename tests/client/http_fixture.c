@@ -74,6 +74,8 @@ void dkv_test_daemon_stop(struct dkv_test_daemon *daemon, int signal_number)
 
 /* ---- the scripted server ---- */
 
+_Atomic enum dkv_test_turn *dkv_test_turn;
+
 struct dkv_test_server {
     int listener;
     int stop_fds[2]; /* closing [1] ends the thread */
@@ -118,6 +120,10 @@ static void play(const struct dkv_test_server *server, const struct dkv_test_sce
             break;
         n += (size_t)got;
     }
+    if (dkv_test_turn != NULL)
+        *dkv_test_turn = DKV_TEST_HELD;
+    while (dkv_test_turn != NULL && *dkv_test_turn == DKV_TEST_HELD)
+        usleep(1000);
     if (scene->reply != NULL)
         (void)!send(fd, scene->reply, scene->n_bytes, MSG_NOSIGNAL);
     if (scene->reply_early) { /* as a careful server does: let the client read before the reset */
@@ -130,6 +136,8 @@ static void play(const struct dkv_test_server *server, const struct dkv_test_sce
             ;
     free(bytes);
     close(fd);
+    if (dkv_test_turn != NULL)
+        *dkv_test_turn = DKV_TEST_REPLIED;
 }
 
 static void *serve(void *context)

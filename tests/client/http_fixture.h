@@ -27,6 +27,14 @@ void dkv_test_daemon_stop(struct dkv_test_daemon *daemon, int signal_number);
 
 /* ---- a scripted server ---- */
 
+/* Whose turn it is, in a scene that waits for the test. */
+enum dkv_test_turn {
+    DKV_TEST_ASKING, /* the request has not come */
+    DKV_TEST_HELD,   /* it has: the test says RELEASED */
+    DKV_TEST_RELEASED,
+    DKV_TEST_REPLIED, /* and closed the connection, or hangs */
+};
+
 /* What one connection does. */
 struct dkv_test_scene {
     const char *reply; /* sent once the request is there; NULL: none */
@@ -36,6 +44,9 @@ struct dkv_test_scene {
 };
 
 struct dkv_test_server;
+
+/* For scenes that wait for the test; NULL: they reply at once. */
+extern _Atomic enum dkv_test_turn *dkv_test_turn;
 
 /* Plays the scenes, one a connection; further connections are closed at once. */
 struct dkv_test_server *dkv_test_server_start(const struct dkv_test_scene *scenes, size_t n_scenes,

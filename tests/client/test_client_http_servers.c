@@ -12,6 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -148,6 +149,39 @@ static void a_silent_server_costs_the_deadline_and_no_more(void **state)
     dkv_test_server_stop(server);
 }
 
+/* The caller sleeps over the deadline of a request whose answer came before. */
+static void an_answer_that_came_in_time_is_taken_late(void **state)
+{
+    (void)state;
+    char url[64], answer[1024];
+    struct dropkv_request r = tiny_request();
+    static _Atomic enum dkv_test_turn turn = DKV_TEST_ASKING;
+    const struct dkv_test_scene scene = {answer, make_answer(answer, (const int32_t[]){1, 3}, 0), 0,
+                                         0};
+    dkv_test_turn = &turn;
+    struct dkv_test_server *server = dkv_test_server_start(&scene, 1, url);
+    struct dropkv_client *client = dkv_test_http_client(url, 0);
+    r.timeout_us = 2000000;
+    const double deadline_s = now_s() + 2.05;
+    assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
+    while (turn == DKV_TEST_ASKING)
+        assert_int_equal(dropkv_dispatch(client, 0, NULL), DROPKV_OK);
+    turn = DKV_TEST_RELEASED;
+    while (turn != DKV_TEST_REPLIED)
+        usleep(1000);
+    while (now_s() < deadline_s)
+        usleep(1000);
+    assert_int_equal(dropkv_dispatch(client, 0, NULL), DROPKV_OK);
+    struct dropkv_result *result = dropkv_next_result(client);
+    assert_non_null(result);
+    if (result->status != DROPKV_OK)
+        fail_msg("%s", result->error_text);
+    dropkv_result_free(result);
+    dropkv_client_close(client);
+    dkv_test_server_stop(server);
+    dkv_test_turn = NULL;
+}
+
 static void waiting_for_a_connection_counts_toward_the_deadline(void **state)
 {
     (void)state;
@@ -272,6 +306,7 @@ int main(void)
         cmocka_unit_test(a_proxy_that_lost_its_node_is_tried_again),
         cmocka_unit_test(a_retry_beyond_the_deadline_is_not_waited_for),
         cmocka_unit_test(a_silent_server_costs_the_deadline_and_no_more),
+        cmocka_unit_test(an_answer_that_came_in_time_is_taken_late),
         cmocka_unit_test(waiting_for_a_connection_counts_toward_the_deadline),
         cmocka_unit_test(broken_answers_are_malformed),
         cmocka_unit_test(indices_outside_the_cache_are_not_handed_on),

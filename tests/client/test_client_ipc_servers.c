@@ -1,5 +1,6 @@
 /* The local socket against a daemon of the test's own, which answers when and as no real one does
  * on demand. */
+#include "client/transport.h"
 #include "proto/conn.h"
 #include "tests/client/calls.h"
 
@@ -26,6 +27,7 @@ static float tensor[TOKENS][8];
 
 struct server {
     pid_t pid;
+    int talk_fd; /* with the test: a byte when the requests are there, one when they are answered */
     char folder[32], path[40], endpoint[48];
 };
 
@@ -65,8 +67,16 @@ static void refuse(struct dkv_wire_conn *conn, uint64_t id)
     say(conn, DKV_WIRE_ERROR, id, payload, n + 2);
 }
 
-/* Keeps all answers back until as many requests as the test has are there. */
-static void serve(struct dkv_wire_conn *conn)
+/* One byte each way. */
+static void rendezvous(int fd)
+{
+    char byte = '!';
+    if (write(fd, &byte, 1) != 1 || read(fd, &byte, 1) != 1)
+        _exit(4);
+}
+
+/* Keeps all answers back until `n_wanted` requests are there and the test says so. */
+static void serve(struct dkv_wire_conn *conn, unsigned n_wanted, int talk_fd)
 {
     uint64_t ids[N_REQUESTS];
     unsigned n = 0;
@@ -89,15 +99,20 @@ static void serve(struct dkv_wire_conn *conn)
         while (dkv_wire_conn_bulk_left(conn) > 0)
             if (dkv_wire_conn_read_bulk(conn, NULL, UINT64_MAX, &n_bulk, &err) != DKV_OK)
                 _exit(0);
-        for (unsigned i = 0; n == N_REQUESTS && i < N_REQUESTS; i++)
+        const bool complete = n == n_wanted;
+        if (complete)
+            rendezvous(talk_fd);
+        for (unsigned i = 0; complete && i < n_wanted; i++)
             refuse(conn, ids[i]);
-        n %= N_REQUESTS;
+        n %= n_wanted;
         if (dkv_wire_conn_flush(conn, &err) != DKV_OK)
             _exit(0);
+        if (complete && write(talk_fd, "!", 1) != 1)
+            _exit(4);
     }
 }
 
-static struct server start_server(void)
+static struct server start_server(unsigned n_wanted)
 {
     struct server server = {.folder = "/tmp/dropkv-test-XXXXXX"};
     struct sockaddr_un address = {.sun_family = AF_UNIX};
@@ -108,6 +123,9 @@ static struct server start_server(void)
     const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     assert_int_equal(bind(fd, (const struct sockaddr *)&address, sizeof(address)), 0);
     assert_int_equal(listen(fd, 1), 0);
+    int talk[2];
+    assert_int_equal(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, talk), 0);
+    server.talk_fd = talk[0];
     server.pid = fork();
     assert_true(server.pid >= 0);
     if (server.pid == 0) {
@@ -115,10 +133,11 @@ static struct server start_server(void)
         struct dkv_error err;
         prctl(PR_SET_PDEATHSIG, SIGKILL);
         if (dkv_wire_conn_open(accept(fd, NULL, NULL), DKV_WIRE_FROM_CLIENT, &conn, &err) == DKV_OK)
-            serve(conn);
+            serve(conn, n_wanted, talk[1]);
         _exit(2);
     }
     close(fd);
+    close(talk[1]);
     return server;
 }
 
@@ -128,8 +147,22 @@ static void end_server(const struct server *server)
     int status;
     assert_int_equal(waitpid(server->pid, &status, 0), server->pid);
     assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    close(server->talk_fd);
     unlink(server->path);
     rmdir(server->folder);
+}
+
+/* Sends until the server has every request, and lets it answer. */
+static void send_all(struct dropkv_client *client, const struct server *server)
+{
+    struct pollfd told = {.fd = server->talk_fd, .events = POLLIN};
+    for (int i = 0; poll(&told, 1, 1) == 0; i++) {
+        assert_true(i < 10000);
+        assert_int_equal(dropkv_dispatch(client, 0, NULL), DROPKV_OK);
+    }
+    char byte;
+    assert_int_equal(read(server->talk_fd, &byte, 1), 1);
+    assert_int_equal(write(server->talk_fd, &byte, 1), 1);
 }
 
 /* ---- the tests ---- */
@@ -138,7 +171,7 @@ static void end_server(const struct server *server)
  * from the socket. */
 static void answers_that_come_together_are_all_heard_of(void **state)
 {
-    const struct server server = start_server();
+    const struct server server = start_server(N_REQUESTS);
     struct dropkv_client_options options = DROPKV_CLIENT_OPTIONS_INIT;
     struct dropkv_client *client;
     struct dropkv_result *result;
@@ -149,6 +182,7 @@ static void answers_that_come_together_are_all_heard_of(void **state)
     assert_int_equal(dropkv_client_open(server.endpoint, &options, &client, NULL), DROPKV_OK);
     for (int i = 0; i < N_REQUESTS; i++)
         assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
+    send_all(client, &server);
     while (n_answers < N_REQUESTS) {
         struct pollfd ready = {.fd = dropkv_fd(client), .events = POLLIN};
         if (poll(&ready, 1, 10000) != 1)
@@ -165,9 +199,43 @@ static void answers_that_come_together_are_all_heard_of(void **state)
     end_server(&server);
 }
 
+/* The caller sleeps over the deadline of requests whose answers came long before. */
+static void answers_that_came_in_time_are_taken_late(void **state)
+{
+    enum { LATE = 300, TIMEOUT_US = 2000000 };
+    const struct server server = start_server(LATE);
+    struct dropkv_client_options options = DROPKV_CLIENT_OPTIONS_INIT;
+    struct dropkv_client *client;
+    struct dropkv_result *result;
+    struct dropkv_request r = dkv_test_request(&shape, 1, tensor, tensor, tensor);
+    char byte;
+    const int64_t deadline_ns = dkv_now_ns() + (TIMEOUT_US + 50000) * INT64_C(1000);
+    (void)state;
+    options.max_in_flight = LATE;
+    r.timeout_us = TIMEOUT_US;
+    assert_int_equal(dropkv_client_open(server.endpoint, &options, &client, NULL), DROPKV_OK);
+    for (int i = 0; i < LATE; i++)
+        assert_int_equal(dropkv_submit(client, &r, NULL, NULL), DROPKV_OK);
+    send_all(client, &server);
+    assert_int_equal(read(server.talk_fd, &byte, 1), 1); /* answered */
+    while (dkv_now_ns() < deadline_ns)
+        usleep(1000);
+    assert_int_equal(dropkv_dispatch(client, 0, NULL), DROPKV_OK);
+    for (unsigned n = 0; n < LATE; n++) {
+        result = dropkv_next_result(client);
+        assert_non_null(result);
+        if (result->status != DROPKV_E_INVALID)
+            fail_msg("answer %u: %s", n, result->error_text);
+        dropkv_result_free(result);
+    }
+    dropkv_client_close(client);
+    end_server(&server);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(answers_that_came_in_time_are_taken_late),
         cmocka_unit_test(answers_that_come_together_are_all_heard_of),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
