@@ -54,6 +54,12 @@ uint64_t dkv_admission_deadline(const struct dkv_admission *queue,
     return deadline_us;
 }
 
+/* Limits may have been lowered below what is open. */
+static bool has_room(uint64_t open_bytes, uint64_t limit, uint64_t n_bytes)
+{
+    return open_bytes <= limit && n_bytes <= limit - open_bytes;
+}
+
 enum dkv_admission_verdict dkv_admission_judge(const struct dkv_admission *queue,
                                                const struct dkv_admission_client *client,
                                                const struct dkv_admission_entry *entry,
@@ -71,9 +77,10 @@ enum dkv_admission_verdict dkv_admission_judge(const struct dkv_admission *queue
     if (!devices_up(queue, entry))
         return DKV_ADMISSION_NO_DEVICE;
     if (client->n_open >= config->client_max_entries ||
-        n_bytes > config->client_max_bytes - client->open_bytes)
+        !has_room(client->open_bytes, config->client_max_bytes, n_bytes))
         return DKV_ADMISSION_QUOTA;
-    if (queue->n_open >= config->max_entries || n_bytes > config->max_bytes - queue->open_bytes)
+    if (queue->n_open >= config->max_entries ||
+        !has_room(queue->open_bytes, config->max_bytes, n_bytes))
         return DKV_ADMISSION_FULL;
     if (dkv_admission_estimate_us(queue, client, entry) >= entry->deadline_us - now_us)
         return DKV_ADMISSION_LATE;

@@ -171,7 +171,8 @@ void dkv_body_release(struct dkv_body *body)
     dkv_charge_end(&body->charge);
     const bool large = body->mapping_bytes > DKV_BODY_SMALL_BYTES + DKV_BODY_ALIGN;
     if (!large || pool->warm != NULL || body->received_bytes < body->mapping_bytes / 2) {
-        dkv_arena_free(pool->arena, body->mapping, body->mapping_bytes, body->populated_bytes);
+        /* All of it, since whoever does not append() writes where it likes. */
+        dkv_arena_free(pool->arena, body->mapping, body->mapping_bytes, body->mapping_bytes);
     } else {
         pool->warm = body->mapping;
         pool->warm_bytes = body->mapping_bytes;

@@ -53,6 +53,25 @@ static void limits_can_change_under_accepted_work(void **state)
     end(f);
 }
 
+static void bytes_above_a_lowered_limit_refuse_until_they_are_answered(void **state)
+{
+    (void)state;
+    struct dkv_admission_config config = base_config;
+    config.max_bytes = config.client_max_bytes = 200;
+    struct fixture *f = begin(&config);
+    struct job *large = job(f);
+    large->parts[0].n_bytes = 150;
+    assert_int_equal(offer(f, 0, large, 1), DKV_ADMISSION_ACCEPTED);
+    config.max_bytes = config.client_max_bytes = 100;
+    assert_int_equal(dkv_admission_relimit(f->queue, &config, &f->err), DKV_OK);
+    assert_int_equal(offer(f, 0, job(f), 1), DKV_ADMISSION_QUOTA);
+    assert_int_equal(offer(f, 1, job(f), 1), DKV_ADMISSION_FULL);
+    dkv_admission_complete(f->queue, batch(f, 1, 1), 2);
+    ends(f, large, DKV_OK);
+    accepted(f, 0, 3);
+    end(f);
+}
+
 static void bytes_are_bounded_to_the_byte(void **state)
 {
     (void)state;
@@ -136,6 +155,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(a_clients_own_bound_is_told_apart_from_the_common_one),
         cmocka_unit_test(limits_can_change_under_accepted_work),
+        cmocka_unit_test(bytes_above_a_lowered_limit_refuse_until_they_are_answered),
         cmocka_unit_test(bytes_are_bounded_to_the_byte),
         cmocka_unit_test(what_can_never_fit_is_not_told_to_come_back),
         cmocka_unit_test(work_in_flight_counts_until_it_is_answered),

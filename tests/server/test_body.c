@@ -217,6 +217,30 @@ static void a_mapping_stays_warm_for_a_second(void **unused)
     dkv_arena_close(&arena);
 }
 
+/* As the local socket's bulks and copied query rows are, by whoever reserved it. */
+static void pages_that_were_written_directly_go_back(void **unused)
+{
+    enum { BYTES = 8 << 20 };
+    struct dkv_body_pool pool;
+    struct dkv_body bodies[2] = {{0}};
+    struct dkv_error err;
+    (void)unused;
+    struct dkv_arena arena = open_arena();
+    dkv_body_pool_init(&pool, &arena, 1u << 30, 1u << 30);
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(dkv_body_reserve(&bodies[i], &pool, NULL, BYTES, 0, true, &err), DKV_OK);
+        memset(bodies[i].data, 1, BYTES);
+    }
+    bodies[0].received_bytes = BYTES; /* stays warm; the other one was cut off */
+    dkv_body_release(&bodies[0]);
+    dkv_body_release(&bodies[1]);
+    assert_true(backed_bytes(&arena) <= BYTES + (1u << 20));
+    dkv_body_pool_trim(&pool, pool.warm_ms + DKV_BODY_WARM_MS);
+    assert_true(backed_bytes(&arena) <= 1u << 20);
+    dkv_body_pool_fini(&pool);
+    dkv_arena_close(&arena);
+}
+
 /* ---- whose memory it is ---- */
 
 struct quota_world {
@@ -350,6 +374,7 @@ int main(void)
         cmocka_unit_test(a_large_body_arrives_as_it_was_sent),
         cmocka_unit_test(bodies_together_stay_within_the_limit),
         cmocka_unit_test(a_mapping_stays_warm_for_a_second),
+        cmocka_unit_test(pages_that_were_written_directly_go_back),
         cmocka_unit_test(one_client_holds_its_share_and_no_more),
         cmocka_unit_test(what_all_hold_is_another_reason_than_ones_share),
         cmocka_unit_test(a_chunked_body_grows_up_to_its_clients_share),
