@@ -367,7 +367,7 @@ static void end_by_recency(struct dkv_backend *backend, struct dkv_job *job)
     pump_soon(backend);
 }
 
-struct by_recency {
+struct dkv_by_recency {
     uv_work_t work;
     struct dkv_backend *backend;
     struct dkv_job *job;
@@ -375,14 +375,16 @@ struct by_recency {
 
 static void on_work(uv_work_t *work)
 {
-    const struct by_recency *by = work->data;
+    const struct dkv_by_recency *by = work->data;
     dkv_job_write_recency(by->job);
 }
 
 static void on_written(uv_work_t *work, int status)
 {
-    struct by_recency *by = work->data;
-    (void)status; /* nobody cancels it */
+    struct dkv_by_recency *by = work->data;
+    if (status != 0) /* before it began: see cancel() */
+        by->job->entry.status = DKV_E_CANCELLED;
+    by->job->by_recency = NULL;
     by->backend->n_by_recency--;
     end_by_recency(by->backend, by->job);
     free(by);
@@ -391,12 +393,13 @@ static void on_written(uv_work_t *work, int status)
 /* A large answer takes long enough for a thread of the pool. False: no memory for that. */
 static bool let_write(struct dkv_backend *backend, struct dkv_job *job)
 {
-    struct by_recency *by = malloc(sizeof(*by));
+    struct dkv_by_recency *by = malloc(sizeof(*by));
     if (by == NULL)
         return false;
     by->work.data = by;
     by->backend = backend;
     by->job = job;
+    job->by_recency = by;
     backend->n_by_recency++;
     uv_queue_work(backend->loop, &by->work, on_work, on_written);
     return true;
@@ -450,8 +453,11 @@ enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_backe
 
 void dkv_backend_cancel(struct dkv_backend *backend, struct dkv_job *job)
 {
-    if (job->degraded)
-        return; /* it has ended, and is handed out at a later turn of the loop */
+    if (job->degraded) { /* it has ended, and is handed out at a later turn of the loop */
+        if (job->by_recency != NULL)
+            uv_cancel((uv_req_t *)&job->by_recency->work); /* fails if a thread has it already */
+        return;
+    }
     dkv_admission_fail(backend->queue, &job->entry, DKV_E_CANCELLED, now_us());
     pump(backend);
 }

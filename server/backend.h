@@ -92,7 +92,8 @@ enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_backe
                                    struct dkv_error *err);
 
 /* The caller no longer wants the answer. A queued job never starts and ends at once, within this
- * call; one that runs ends when its batch does. Both as CANCELLED. */
+ * call; one that runs ends when its batch does. Both as CANCELLED. An answer by recency that a
+ * thread is to write is not written if none has begun. */
 void dkv_backend_cancel(struct dkv_backend *backend, struct dkv_job *job);
 
 /* The same for all jobs of a client. */

@@ -439,7 +439,7 @@ bool dkv_http_is_quiet(const struct dkv_http *http)
     for (const struct dkv_conn *conn = http->conns.first; conn != NULL; conn = conn->next)
         if (conn->phase == DKV_CONN_REPLY && !conn->doomed)
             return false;
-    return http->server->n_accepted == 0;
+    return true;
 }
 
 static void free_http(uv_handle_t *handle)

@@ -24,7 +24,7 @@ unsigned dkv_http_port(const struct dkv_http *http);
  * reply. */
 void dkv_http_drain(struct dkv_http *http);
 
-/* Every accepted request has been answered and every reply sent. */
+/* Every reply has been sent. */
 bool dkv_http_is_quiet(const struct dkv_http *http);
 
 /* Answers or drops what is suspended and closes every connection. The backend has been closed; the

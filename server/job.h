@@ -28,6 +28,7 @@ enum dkv_transport {
 #define DKV_JOB_FEW 4u /* loans: tensors and an output, of a client that lends few */
 
 struct dkv_job;
+struct dkv_by_recency;
 struct dkv_backend_client;
 struct dkv_loan;
 struct dkv_region;
@@ -63,6 +64,7 @@ struct dkv_job {
     struct dkv_admission_part *parts;   /* [entry.n_parts] */
     struct dkv_job_descriptor *written; /* [entry.n_parts] */
     struct dkv_list ended_node;         /* answered without a device */
+    struct dkv_by_recency *by_recency;  /* whose answer a thread is to write, or writes; or NULL */
 
     struct dkv_arena *arena;
     struct dkv_charge charge; /* of what it takes beside body and rows */

@@ -23,6 +23,7 @@
 
 #include "server/clock.h"
 
+#include <assert.h>
 #include <errno.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -53,11 +54,19 @@ static void stop_at_once(struct life *life, const char *why)
     _exit(EXIT_LOST);
 }
 
+/* Who asked has the answer, and no thread writes to memory that goes. */
+static bool is_quiet(const struct dkv_server *server)
+{
+    return server->n_accepted == 0 && server->n_writing == 0 &&
+           !dkv_backend_is_writing(server->backend) &&
+           (server->http == NULL || dkv_http_is_quiet(server->http)) &&
+           dkv_sessions_are_quiet(server->sessions);
+}
+
 static void on_drain_timer(uv_timer_t *timer)
 {
     struct life *life = timer->data;
-    if ((life->server.http == NULL || dkv_http_is_quiet(life->server.http)) &&
-        dkv_sessions_are_quiet(life->server.sessions))
+    if (is_quiet(&life->server))
         uv_stop(&life->loop);
     else if (dkv_clock_ms() >= life->drain_end_ms)
         stop_at_once(life, "drain_timeout_ms is over");
@@ -269,9 +278,8 @@ static void close_handle(uv_handle_t *handle, void *argument)
 static void stop(struct life *life)
 {
     struct dkv_server *server = &life->server;
-    /* Their regions, and their jobs, are the backend's. */
-    while (server->n_writing > 0 || dkv_backend_is_writing(server->backend))
-        uv_run(&life->loop, UV_RUN_ONCE);
+    /* Their regions, and their jobs, are the backend's: the drain has waited for them. */
+    assert(server->n_writing == 0 && !dkv_backend_is_writing(server->backend));
     dkv_backend_close(server->backend);
     dkv_sessions_close(server->sessions);
     dkv_http_close(server->http);

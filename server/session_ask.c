@@ -297,10 +297,11 @@ static bool settle_ask(struct dkv_ask *ask, struct dkv_session *session)
         dkv_ask_free(ask);
         return false;
     }
-    ask->server->n_accepted--;
     dkv_list_remove(&ask->node);
     if (session == NULL)
         ask->error.status = DKV_E_CANCELLED;
+    else
+        ask->server->n_accepted--;
     count_answer(ask);
     dkv_ask_let_go(ask);
     if (session == NULL || session->conn == NULL) {
@@ -465,6 +466,7 @@ void dkv_session_drop_asks(struct dkv_session *session)
         struct dkv_ask *ask = DKV_LIST_OF(node, struct dkv_ask, node);
         dkv_list_remove(node);
         ask->session = NULL;
+        ask->server->n_accepted--; /* nobody waits for it, though a worker may have it still */
         call_off(ask);
     }
     free_list(&session->ended);

@@ -126,8 +126,16 @@ class Limits(unittest.TestCase):
                 answer = client.ask(wire.SCORE_BLOCKS, wire.score_blocks([inline_block()], PARAMS), tensors())
                 self.assertEqual(len(answer.keep()[0]), 24)
 
+    def lend_layers(self, client, memory, n_layers, n_heads):
+        """A cache of layers that all lie in the same place, and a stash."""
+        row, n_bytes = 8 * 4, len(memory.map)
+        region = client.add_memfd(memory.fd, n_bytes)
+        view = wire.view(region, 0, row, 0)
+        cache = client.ask(wire.CACHE_ADD, wire.cache([view] * (2 * n_layers), n_heads, n_heads)).object()[0]
+        return cache, client.ask(wire.STASH_ADD, wire.stash(region, 8, row, 0, n_layers=n_layers)).object()[0]
+
     def test_large_answers_by_recency_are_a_threads_work(self):
-        n_layers, n_heads, tokens, k, row = 64, 8, 2000, 1000, 8 * 4
+        n_layers, n_heads, tokens, k = 64, 8, 2000, 1000
         params = wire.integer(wire.WINDOW, 8) + wire.integer(wire.KEEP_TOKENS, k)
         with SocketDaemon("--max-queue-requests", "2", "--max-client-requests", "1") as daemon, Memory(1 << 16) as memory:
             def n_threads():
@@ -135,10 +143,7 @@ class Limits(unittest.TestCase):
             before, crowd = n_threads(), [Client(daemon.path) for _ in range(5)]
             for client in crowd:
                 self.addCleanup(client.socket.close)
-                region = client.add_memfd(memory.fd, 1 << 16)
-                view = wire.view(region, 0, row, 0)
-                cache = client.ask(wire.CACHE_ADD, wire.cache([view] * (2 * n_layers), n_heads, n_heads)).object()[0]
-                stash = client.ask(wire.STASH_ADD, wire.stash(region, 8, row, 0, n_layers=n_layers)).object()[0]
+                cache, stash = self.lend_layers(client, memory, n_layers, n_heads)
 
             def message(n):
                 return wire.score(cache, stash, tokens, layers=(0, n), params=params, flags=4)
@@ -160,6 +165,44 @@ class Limits(unittest.TestCase):
             finally:
                 os.kill(worker, signal.SIGCONT)
             daemon.wait_for_metric("dropkv_body_bytes", lambda n: n == 0)
+
+    def test_answers_by_recency_that_nobody_waits_for_are_not_written(self):
+        """Forty of 16 MiB: those that no thread has begun when they are called off end like others that wait."""
+        n_layers, n_heads, tokens, k, numbers = 256, 8, 2048, 2000, range(100, 140)
+        params = wire.integer(wire.WINDOW, 8) + wire.integer(wire.KEEP_TOKENS, k)
+        with SocketDaemon("--max-queue-requests", "2", "--max-client-requests", "1") as daemon, Memory(1 << 16) as memory, \
+                Client(daemon.path) as client:
+            cache, stash = self.lend_layers(client, memory, n_layers, n_heads)
+
+            def message(n):
+                return wire.score(cache, stash, tokens, layers=(0, n), params=params, flags=4)
+            worker = daemon.processes()[1]
+            os.kill(worker, signal.SIGSTOP)
+            try:
+                client.send(wire.SCORE, message(1))  # has the client's only place
+                client.send_raw(b"".join(wire.header(wire.SCORE, n, message(n_layers)) for n in numbers) + b"".join(
+                    wire.header(wire.CANCEL, 200 + n, struct.pack("<Q", n)) for n in numbers))
+                answers = {a.number: a for a in (client.receive() for _ in numbers)}
+            finally:
+                os.kill(worker, signal.SIGCONT)
+            self.assertEqual(sorted(answers), list(numbers))
+            written = [a for a in answers.values() if a.kind == wire.RESULT]
+            self.assertTrue(all(a.payload[4] == 1 for a in written))
+            self.assertTrue(all(a.error()[0] == wire.CANCELLED for a in answers.values() if a.kind != wire.RESULT))
+            self.assertLess(len(written), 30)
+            daemon.wait_for_metric("dropkv_body_bytes", lambda n: n == 0)
+
+    def test_a_daemon_that_nobody_waits_for_stops_at_once(self):
+        """What a worker still has of a client that left is no request that is not answered."""
+        with SocketDaemon("--drain-timeout-ms", "10000") as daemon:
+            os.kill(daemon.processes()[1], signal.SIGSTOP)
+            with Client(daemon.path) as client:
+                client.send(wire.SCORE_BLOCKS, wire.score_blocks([inline_block()], PARAMS), tensors())
+                daemon.wait_for_metric("dropkv_running_requests", lambda n: n == 1)
+            daemon.wait_for_metric('dropkv_connections{transport="socket"}', lambda n: n == 0)
+            daemon.process.send_signal(signal.SIGTERM)
+            daemon.wait_for_log("draining, 0 requests")
+            self.assertEqual(daemon.wait(), 0)
 
     def test_a_turn_of_long_requests_is_short(self):
         """A ping does not wait for all that others sent before: 64 messages each, of 150 bytes and 1,024 layers."""
