@@ -21,10 +21,12 @@
 #include <unistd.h>
 
 #ifndef MFD_NOEXEC_SEAL
+#define BLOCK_BYTES     512 /* of st_blocks */
 #define MFD_NOEXEC_SEAL 8U
 #endif
 
-#define SIZE_SEALS (F_SEAL_SHRINK | F_SEAL_GROW)
+#define SIZE_SEALS  (F_SEAL_SHRINK | F_SEAL_GROW)
+#define BLOCK_BYTES 512 /* of st_blocks */
 
 static const char *kind_name(mode_t mode)
 {
@@ -80,6 +82,12 @@ enum dkv_status dkv_memfd_inspect(int fd, struct dkv_memfd_info *info_out, struc
     info_out->writable = (fcntl(fd, F_GETFL) & O_ACCMODE) == O_RDWR && !huge &&
                          (seals & (F_SEAL_WRITE | F_SEAL_FUTURE_WRITE)) == 0;
     return DKV_OK;
+}
+
+bool dkv_memfd_has_holes(int fd)
+{
+    struct stat st;
+    return fstat(fd, &st) != 0 || st.st_blocks < st.st_size / BLOCK_BYTES;
 }
 
 /* --- our own ------------------------------------------------------------------------------- */

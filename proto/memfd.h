@@ -30,6 +30,10 @@ struct dkv_memfd_info {
  * an fd opened by O_PATH or not for reading. */
 enum dkv_status dkv_memfd_inspect(int fd, struct dkv_memfd_info *info_out, struct dkv_error *err);
 
+/* Some of the file's pages are not there yet: whoever writes to them, or reads them through a
+ * mapping, makes them, on his own account. */
+bool dkv_memfd_has_holes(int fd);
+
 /* A new memfd of `bytes`, allocated now (so that touching it cannot fail later), mapped read-write
  * and sealed against shrinking, growing and further seals. Close with dkv_memfd_unmap() and
  * close(). NOMEM, INVALID for 0 bytes. */

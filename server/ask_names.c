@@ -134,6 +134,9 @@ enum dkv_status dkv_ask_take_output(struct dkv_ask *ask, const struct dkv_wire_o
     if (!region->writable)
         return dkv_error_set(err, DKV_E_DENIED, "output: region %u was not registered as writable",
                              wire->region);
+    status = dkv_region_check_pages(region, err);
+    if (status != DKV_OK)
+        return status;
     if (!dkv_range_fits(wire->offset, wire->bytes, region->bytes))
         return dkv_error_set(err, DKV_E_INVALID,
                              "output: %" PRIu64 " bytes at %" PRIu64

@@ -14,16 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <unistd.h>
-
-#define BLOCK_BYTES 512u /* of st_blocks */
-
-static bool has_all_pages(int fd, uint64_t bytes)
-{
-    struct stat st;
-    return fstat(fd, &st) == 0 && (uint64_t)st.st_blocks >= bytes / BLOCK_BYTES;
-}
 
 static void reserve(struct dkv_loan *loan)
 {
@@ -59,8 +50,7 @@ enum dkv_status dkv_loan_new(int fd, uint64_t offset, uint64_t bytes, struct dkv
                               .offset = offset,
                               .bytes = bytes,
                               .device = DKV_LOAN_EVERYWHERE,
-                              .loose = info.kind != DKV_MEMFD_SEALED ||
-                                       !has_all_pages(fd, info.bytes)};
+                              .loose = info.kind != DKV_MEMFD_SEALED || dkv_memfd_has_holes(fd)};
     reserve(loan);
     if (loan->fd < 0 || loan->base == NULL)
         return give_up(loan, err);

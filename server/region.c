@@ -21,6 +21,20 @@ static void settle(struct dkv_region *region, const struct dkv_error *error)
         on_settled(region->owner, error);
 }
 
+static enum dkv_status check_pages(int fd, struct dkv_error *err)
+{
+    if (!dkv_memfd_has_holes(fd))
+        return DKV_OK;
+    return dkv_error_set(err, DKV_E_INVALID,
+                         "output: the region's file has holes, which answers would fill at the "
+                         "daemon's cost: allocate it (fallocate)");
+}
+
+enum dkv_status dkv_region_check_pages(const struct dkv_region *region, struct dkv_error *err)
+{
+    return region->fills ? DKV_OK : check_pages(region->loan->fd, err);
+}
+
 static void on_attached(struct dkv_loan *loan, void *owner, const struct dkv_error *error)
 {
     (void)loan;
@@ -37,6 +51,8 @@ static enum dkv_status lend_file(struct dkv_region *region, const struct dkv_reg
         status = dkv_error_set(err, DKV_E_INVALID,
                                "region: results are to be written there, but the fd does not allow "
                                "writing or has huge pages");
+    if (status == DKV_OK && wire->writable && !region->fills)
+        status = check_pages(fd, err);
     if (status != DKV_OK)
         return status;
     return dkv_backend_attach(region->backend, fd, wire->offset, wire->bytes, wire->writable != 0,
@@ -79,6 +95,7 @@ static enum dkv_status lend(struct dkv_region *region, const struct dkv_region_s
     region->generation = wire->generation;
     region->attached = true;
     region->writable = wire->writable != 0;
+    region->fills = source->fills;
     region->bytes = wire->bytes;
     if (named)
         return lend_name(region, source, err);
@@ -195,6 +212,9 @@ enum dkv_status dkv_region_write(const struct dkv_region *region, uint64_t offse
                                  uint64_t bytes, struct dkv_error *err)
 {
     const uint8_t *next = from;
+    const enum dkv_status status = dkv_region_check_pages(region, err);
+    if (status != DKV_OK)
+        return status;
     assert(dkv_range_fits(offset, bytes, region->bytes) && !dkv_loan_on_gpu(region->loan));
     while (bytes > 0) {
         const ssize_t n = pwrite(region->loan->fd, next, bytes,

@@ -5,6 +5,12 @@
  * pread(), and answers it writes by pwrite(), neither of which can fault. Memory of a GPU it cannot
  * touch at all: a fence or an output must be host memory.
  *
+ * A page that an answer makes in a file is charged to this process, for as long as somebody has the
+ * file, so answers go to files that have all of theirs, whose owner paid for them. That is looked
+ * at when the region is registered, when a request names it and before the front writes; an owner
+ * who takes pages away between a look and the write gets them back at our cost, once for each
+ * answer.
+ *
  * A region is counted: its session holds one reference, every request in flight that names it
  * another and a use. detach() takes the memory away from new requests; when the last use has ended
  * and every worker has let go, `on_settled` is called. attach() and detach() settle once each.
@@ -30,6 +36,7 @@ struct dkv_region {
     uint32_t generation;
     bool attached; /* new requests may use it */
     bool writable;
+    bool fills;
     struct dkv_backend *backend;
     struct dkv_loan *loan; /* NULL: detached, and let go of */
     uint64_t bytes;
@@ -45,6 +52,7 @@ struct dkv_region_source {
     bool trusted;           /* of the daemon's own user */
     const char *shm_prefix; /* of its names; NULL or "": it may not name memory */
     uid_t uid;              /* the lender's, whose named memory must be */
+    bool fills;             /* answers may go where its file has no page yet */
 };
 
 /* A new region. on_settled may be called within. */
@@ -82,8 +90,12 @@ static inline bool dkv_region_on_gpu(const struct dkv_region *region)
     return dkv_loan_on_gpu(region->loan);
 }
 
+/* May answers go there? INVALID if the file has lost pages. */
+enum dkv_status dkv_region_check_pages(const struct dkv_region *region, struct dkv_error *err);
+
 /* Copies [offset, offset + bytes) from or to a region of host memory. The range must lie inside it,
- * and a use be held. INVALID if its owner has cut the file short. */
+ * and a use be held. INVALID if its owner has cut the file short, or taken pages of one that is
+ * written. */
 enum dkv_status dkv_region_read(const struct dkv_region *region, uint64_t offset, void *to,
                                 uint64_t bytes, struct dkv_error *err);
 enum dkv_status dkv_region_write(const struct dkv_region *region, uint64_t offset, const void *from,

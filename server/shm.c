@@ -19,6 +19,7 @@ struct entry {
     struct dkv_shm *shm;
     struct dkv_oip_region told;
     char owner[DKV_CLIENT_NAME_BYTES + 1];
+    uint64_t lender; /* of system memory: see lender_of() */
     struct dkv_region *region;
     dkv_shm_registered_fn registered; /* NULL: nobody waits */
     void *waiter;
@@ -28,7 +29,7 @@ struct dkv_shm {
     struct dkv_server *server;
     struct dkv_list entries;
     unsigned n_entries;
-    uint64_t n_ever; /* the connection's number that each region has: handles are never shared */
+    uint64_t n_ever; /* connections' numbers given to regions, which have none of their own */
 };
 
 struct dkv_shm *dkv_shm_open(struct dkv_server *server)
@@ -116,7 +117,21 @@ static enum dkv_status lend_cuda(struct entry *entry, struct dkv_error *err)
                           err);
 }
 
-/* Outputs may go there if the object allows it. */
+/* The number that the owner's system regions have, as those of one connection: what each owner has
+ * pinned is bounded. CUDA handles have one each, so that they are never shared. */
+static uint64_t lender_of(const struct entry *fresh)
+{
+    DKV_LIST_EACH (node, &fresh->shm->entries) {
+        const struct entry *entry = DKV_LIST_OF(node, struct entry, node);
+        if (entry != fresh && !entry->told.cuda && strcmp(entry->owner, fresh->owner) == 0)
+            return entry->lender;
+    }
+    return UINT64_MAX - fresh->shm->n_ever++;
+}
+
+/* Outputs may go there if the object allows it, and where it has no pages, since clients of the
+ * protocol make objects by ftruncate() and leave their outputs to the server to fill. Objects are
+ * the daemon's own user's, whoever the caller is. */
 static enum dkv_status lend_system(struct entry *entry, struct dkv_error *err)
 {
     const struct dkv_oip_region *told = &entry->told;
@@ -132,7 +147,9 @@ static enum dkv_status lend_system(struct entry *entry, struct dkv_error *err)
         return status;
     status = dkv_memfd_inspect(fd, &info, err);
     wire.writable = status == DKV_OK && info.writable;
-    const struct dkv_region_source source = {.wire = &wire, .fds = &fd};
+    entry->lender = lender_of(entry);
+    const struct dkv_region_source source = {
+        .wire = &wire, .fds = &fd, .connection = entry->lender, .uid = geteuid(), .fills = true};
     if (status == DKV_OK)
         status = dkv_region_new(entry->shm->server->backend, &source, on_settled, entry,
                                 &entry->region, err);

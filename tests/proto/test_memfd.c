@@ -197,6 +197,20 @@ static void a_sparse_terabyte_costs_nothing_to_look_at(void **state)
     close(fd);
 }
 
+static void holes_are_seen_until_they_are_filled(void **state)
+{
+    (void)state;
+    const int fd = memfd(10000, 0);
+    assert_true(dkv_memfd_has_holes(fd));
+    assert_int_equal(pwrite(fd, "x", 1, 5000), 1);
+    assert_true(dkv_memfd_has_holes(fd));
+    assert_int_equal(fallocate(fd, 0, 0, 10000), 0);
+    assert_false(dkv_memfd_has_holes(fd));
+    assert_int_equal(fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 4096, 4096), 0);
+    assert_true(dkv_memfd_has_holes(fd));
+    close(fd);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -208,6 +222,7 @@ int main(void)
         cmocka_unit_test(any_offset_can_be_mapped),
         cmocka_unit_test(memory_sealed_against_writing_is_no_output),
         cmocka_unit_test(a_truncated_file_is_an_error_and_no_signal),
+        cmocka_unit_test(holes_are_seen_until_they_are_filled),
         cmocka_unit_test(a_sparse_terabyte_costs_nothing_to_look_at),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

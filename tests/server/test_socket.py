@@ -193,6 +193,22 @@ class Answers(unittest.TestCase):
             message = wire.score_blocks([inline_block(0, number)], PARAMS, output=(region, offset, room))
             self.assertEqual(client.ask(wire.SCORE_BLOCKS, message).error()[0], status)
 
+    def test_results_make_no_pages_in_a_clients_file(self):
+        client = self.client()
+        for sealed in (True, False):
+            with self.subTest(sealed=sealed):
+                place = self.memory(b"\xee" * 8192, sealed=sealed)
+                output = client.add_memfd(place.fd, 8192, writable=1)
+                message = wire.score_blocks([inline_block()], PARAMS, output=(output, 128, 96))
+                client.ask(wire.SCORE_BLOCKS, message, tensors()).keep(place.map[128 : 128 + 96])
+                wire.punch(place.fd, 4096, 4096)
+                status, text = client.ask(wire.SCORE_BLOCKS, message, tensors()).error()
+                self.assertEqual((status, os.fstat(place.fd).st_blocks), (wire.INVALID, 8))
+                self.assertIn("has holes", text)
+                refused = client.ask(wire.REGION_ADD, wire.region(8192, writable=1), fds=[place.fd]).error()
+                self.assertEqual(refused, (wire.INVALID, text))
+                client.add_memfd(place.fd, 8192)  # reading is another matter
+
     def test_large_results_that_no_worker_writes_are_a_threads_work(self):
         tokens = 100000
         data = tensors() + bytes(2 * 32 * tokens)

@@ -1,6 +1,7 @@
 """The local socket's protocol, written from proto/PROTOCOL.md and nothing else. Standard library
 only, like daemon.py."""
 import array
+import ctypes
 import fcntl
 import mmap
 import os
@@ -87,6 +88,13 @@ def new_memfd(data, sealed=True):
     if sealed:
         fcntl.fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW)
     return fd
+
+
+def punch(fd, offset, n_bytes):
+    """Takes pages away from a file of whatever seals."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.fallocate(fd, 3, ctypes.c_long(offset), ctypes.c_long(n_bytes)) != 0:
+        raise OSError(ctypes.get_errno(), "fallocate")
 
 
 def about(welcome):
