@@ -24,8 +24,7 @@
 #include <unistd.h>
 
 #define NEVER_NS   DKV_ALARM_NEVER
-#define LAST_LOOKS 64 /* into the socket before deadlines: what a peer that never stops may cost \
-                       */
+#define LAST_LOOKS 64 /* at answers before deadlines, were there no end of them */
 #define FEATURES                                                        \
     ((uint32_t)(DKV_WIRE_FEATURE_MEMFD | DKV_WIRE_FEATURE_CUDA_LEGACY | \
                 DKV_WIRE_FEATURE_CUDA_VMM | DKV_WIRE_FEATURE_OUTPUT | DKV_WIRE_FEATURE_FENCE))

@@ -135,7 +135,7 @@ mutant 'bytes of ended entries stay' admission.c 'client->open_bytes -= entry->n
 mutant 'the quota of entries is one too many' admission_judge.c \
     'client->n_open >= config->client_max_entries' 'client->n_open > config->client_max_entries'
 mutant 'the bound on bytes forgets the offer itself' admission_judge.c \
-    'n_bytes > config->max_bytes - queue->open_bytes' 'queue->open_bytes >= config->max_bytes'
+    '!has_room(queue->open_bytes, config->max_bytes, n_bytes)' 'queue->open_bytes >= config->max_bytes'
 mutant 'offers come in while draining' admission_judge.c 'if (queue->draining)' 'if (false)'
 mutant 'degrade is ignored' admission.c 'entry->degrade &&' 'false &&'
 mutant 'a retired device keeps its work' admission.c 'fail_lane(queue, index, now_us);' ';'
