@@ -1,7 +1,7 @@
 /* One scoring request of the local socket, from its message to its answer.
  *
- *   message -> bulk -> built: blocks, gate, outputs -> fence -> query rows -> backend -> answer ->
- * sent
+ *   message -> bulk -> built: blocks, gate, outputs -> fence -> query rows -> backend -> answer
+ *           -> sent
  *
  * An ask owns its job and what the job reads that is not the client's own memory: the bulk, and
  * query rows that lie around the end of a ring. It holds a use of every region it names, so it may
@@ -32,10 +32,14 @@ struct dkv_ask_ring {
 enum dkv_ask_phase {
     DKV_ASK_BUILDING,
     DKV_ASK_FENCED,
+    DKV_ASK_READING, /* with a thread that copies its query rows */
     DKV_ASK_QUEUED,  /* with the backend */
     DKV_ASK_WRITING, /* with a thread that writes the answer */
     DKV_ASK_ENDED,
 };
+
+struct dkv_ask;
+typedef void (*dkv_ask_work_fn)(struct dkv_ask *ask);
 
 struct dkv_ask {
     struct dkv_session *session; /* NULL: it is gone, nobody wants the answer */
@@ -57,11 +61,12 @@ struct dkv_ask {
     uint64_t bulk_number; /* in the order of conn's bulks */
     struct dkv_error error;
     bool answered; /* its deadline passed while the work ran: counted, told, and out of all lists */
-    struct dkv_job own_job;
+    bool called_off;        /* while a thread reads: it ends when that is done */
+    struct dkv_job own_job; /* init() sees to it, and what follows is written before it is read */
 
-    /* While a thread writes the answer. */
+    /* While a thread works for it. */
     uv_work_t work;
-    void (*written)(struct dkv_ask *ask);
+    dkv_ask_work_fn work_run, work_back;
 };
 
 /* ---- ask.c: building ---- */
@@ -85,11 +90,14 @@ enum dkv_status dkv_ask_build_blocks(struct dkv_ask *ask, const struct dkv_wire_
 /* Bytes of the answer's numbers. */
 uint64_t dkv_ask_answer_bytes(const struct dkv_ask *ask);
 
-/* ---- ask_write.c: answers that the front writes ---- */
+/* ---- ask_work.c: what the front copies ---- */
 
-/* Writes the answer to its place, if it has one that no worker has written to; ask->error says how
- * that went. False: a thread does it, and `written` follows, on the loop. */
-bool dkv_ask_write(struct dkv_ask *ask, void (*written)(struct dkv_ask *ask));
+/* Copies the query rows that have to be; ask->error says how that went. False: a thread does it,
+ * and `back` follows, on the loop. */
+bool dkv_ask_fetch(struct dkv_ask *ask, dkv_ask_work_fn back);
+
+/* The same: writes the answer to its place, if it has one that no worker has written to. */
+bool dkv_ask_write(struct dkv_ask *ask, dkv_ask_work_fn back);
 
 /* ---- ask_names.c: what the message names ---- */
 
@@ -135,7 +143,7 @@ void dkv_ask_shape_rows(const struct dkv_ask_ring *ring, struct dkv_block *block
  * blocks point there. TOO_LARGE, BUSY, NOMEM. */
 enum dkv_status dkv_ask_place_rows(struct dkv_ask *ask, struct dkv_error *err);
 
-/* Copies them. INVALID if their file was cut short. */
+/* Copies them, on any thread. INVALID if their file was cut short. */
 enum dkv_status dkv_ask_read_rows(struct dkv_ask *ask, struct dkv_error *err);
 
 #endif

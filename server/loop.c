@@ -54,10 +54,10 @@ static void stop_at_once(struct life *life, const char *why)
     _exit(EXIT_LOST);
 }
 
-/* Who asked has the answer, and no thread writes to memory that goes. */
+/* Who asked has the answer, and no thread works on memory that goes. */
 static bool is_quiet(const struct dkv_server *server)
 {
-    return server->n_accepted == 0 && server->n_writing == 0 &&
+    return server->n_accepted == 0 && server->n_working == 0 &&
            !dkv_backend_is_writing(server->backend) &&
            (server->http == NULL || dkv_http_is_quiet(server->http)) &&
            dkv_sessions_are_quiet(server->sessions);
@@ -279,7 +279,7 @@ static void stop(struct life *life)
 {
     struct dkv_server *server = &life->server;
     /* Their regions, and their jobs, are the backend's: the drain has waited for them. */
-    assert(server->n_writing == 0 && !dkv_backend_is_writing(server->backend));
+    assert(server->n_working == 0 && !dkv_backend_is_writing(server->backend));
     dkv_backend_close(server->backend);
     dkv_sessions_close(server->sessions);
     dkv_http_close(server->http);

@@ -49,7 +49,7 @@ struct dkv_server {
     struct dkv_sessions *sessions; /* NULL: the local socket is off */
     struct dkv_list idle_asks;     /* [n_idle_asks]: memory of its requests, to be used again */
     unsigned n_idle_asks;
-    unsigned n_writing;         /* of its answers that threads write just now */
+    unsigned n_working;         /* of its requests that threads of the pool copy for just now */
     struct dkv_oip_facts facts; /* its strings are in engine_info */
     struct dkv_engine_info engine_info;
     struct dkv_streams streams;

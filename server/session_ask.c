@@ -14,6 +14,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define CANCELLED_TEXT "the request was cancelled"
+
 static void end_ask(struct dkv_ask *ask);
 static bool settle_ask(struct dkv_ask *ask, struct dkv_session *session);
 
@@ -82,14 +84,22 @@ static void submit(struct dkv_ask *ask)
     }
 }
 
+/* Its query rows are there, or why not. */
+static void on_fetched(struct dkv_ask *ask)
+{
+    if (ask->called_off)
+        dkv_error_set(&ask->error, DKV_E_CANCELLED, CANCELLED_TEXT);
+    if (ask->error.status != DKV_OK)
+        end_ask(ask);
+    else
+        submit(ask);
+}
+
 /* The producer has written what is to be read. */
 static void go_on(struct dkv_ask *ask)
 {
-    struct dkv_error err = {0};
-    if (dkv_ask_read_rows(ask, &err) == DKV_OK)
-        submit(ask);
-    else
-        fail_ask(ask, &err);
+    if (dkv_ask_fetch(ask, on_fetched))
+        on_fetched(ask);
 }
 
 static void on_fence(struct dkv_fence *fence, enum dkv_status status, const struct dkv_error *err)
@@ -432,8 +442,12 @@ static void call_off(struct dkv_ask *ask)
     case DKV_ASK_FENCED:
         ask->server->n_fenced -= ask->phase == DKV_ASK_FENCED;
         dkv_fence_drop(&ask->fence);
-        dkv_error_set(&err, DKV_E_CANCELLED, "the request was cancelled");
+        dkv_error_set(&err, DKV_E_CANCELLED, CANCELLED_TEXT);
         fail_ask(ask, &err);
+        return;
+    case DKV_ASK_READING:
+        ask->called_off = true;
+        uv_cancel((uv_req_t *)&ask->work); /* fails if a thread has it already */
         return;
     case DKV_ASK_WRITING: /* it is too late, and comes back soon */
     case DKV_ASK_ENDED: return;

@@ -233,6 +233,44 @@ class Limits(unittest.TestCase):
                     self.assertEqual(client.receive().error()[0], wire.INVALID)
             self.assertLess(waited, (time.monotonic() - started) / 2)
 
+    def test_query_rows_that_are_copied_hold_nobody_up(self):
+        """A message has the front copy 64 MiB; a ping behind it does not wait for that. Who leaves or cancels
+        meanwhile does no harm."""
+        q_heads, dim, rows, n_layers = 32, 128, 64, 64
+        row = 4 * dim
+        params = wire.integer(wire.WINDOW, rows) + wire.integer(wire.KEEP_TOKENS, 96)  # all of them
+        with SocketDaemon() as daemon, Memory(96 * q_heads * row) as memory, Client(daemon.path) as other:
+            crowd = []
+            for _ in range(3):
+                client = Client(daemon.path)
+                self.addCleanup(client.socket.close)
+                region = client.add_memfd(memory.fd, len(memory.map))
+                view = wire.view(region, 0, row, 0)
+                cache = client.ask(wire.CACHE_ADD, wire.cache([view] * (2 * n_layers), q_heads, 8, dim)).object()[0]
+                stash = client.ask(wire.STASH_ADD, wire.stash(region, 96, q_heads * row, row, n_layers=n_layers)).object()[0]
+                crowd.append((client, [wire.score(cache, stash, 96, newest=10, rows=rows, layers=(0, n), params=params)
+                                       for n in (16, n_layers)]))
+            asker, (_, message) = crowd[0]
+            os.kill(daemon.process.pid, signal.SIGSTOP)
+            os.waitpid(daemon.process.pid, os.WUNTRACED)
+            asker.send(wire.SCORE, message)
+            other.send(wire.PING, bytes(8))
+            started = time.monotonic()
+            os.kill(daemon.process.pid, signal.SIGCONT)
+            self.assertEqual(other.receive().kind, wire.PONG)
+            waited = time.monotonic() - started
+            self.assertEqual(asker.receive().keep()[0][:96], list(range(96)))
+            self.assertLess(waited, (time.monotonic() - started) / 2)
+            for client, (message, _) in crowd[1:]:
+                client.send_raw(b"".join(wire.header(wire.SCORE, 100 + i, message) for i in range(8)))
+            crowd[1][0].socket.close()
+            leaver = crowd[2][0]
+            leaver.send_raw(b"".join(wire.header(wire.CANCEL, 200 + i, struct.pack("<Q", 100 + i)) for i in range(8)))
+            kinds = [a.kind if a.kind == wire.RESULT else a.error()[0] for a in (leaver.receive() for _ in range(8))]
+            self.assertTrue(set(kinds) <= {wire.RESULT, wire.CANCELLED}, kinds)
+            self.assertIn(wire.CANCELLED, kinds)
+            daemon.wait_for_metric("dropkv_body_bytes", lambda n: n == 0)
+
     def test_silent_and_stalled_clients_are_closed(self):
         with SocketDaemon("--header-timeout-ms", "200") as daemon:
             with Client(daemon.path, hello=False) as client:
