@@ -1,135 +1,13 @@
-/* The CPU engine as a program sees it: threads, memory, errors, batches. That its scores are right
- * is for check_kernels (each operation) and the accuracy tests (whole blocks). */
-#include <setjmp.h>
-#include <stdarg.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include <cmocka.h>
-
-#include "kernels/engine.h"
-#include "tests/support/case.h"
+/* The CPU engine as a program sees it: threads, batches, and memory that a client writes to
+ * meanwhile. That its scores are right is for check_kernels (each operation) and the accuracy tests
+ * (whole blocks). */
+#include "tests/kernels/engine_cpu_fixture.h"
 
 #include <math.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-
-/* ---- allocation counter: the linker sends the engine's calls here (--wrap) ---- */
-
-static _Atomic size_t heap_now, heap_peak, heap_calls;
-
-void *__real_malloc(size_t bytes);
-void *__real_calloc(size_t count, size_t bytes);
-void *__real_aligned_alloc(size_t alignment, size_t bytes);
-void *__real_realloc(void *memory, size_t bytes);
-void __real_free(void *memory);
-void *__wrap_malloc(size_t bytes);
-void *__wrap_calloc(size_t count, size_t bytes);
-void *__wrap_aligned_alloc(size_t alignment, size_t bytes);
-void *__wrap_realloc(void *memory, size_t bytes);
-void __wrap_free(void *memory);
-size_t malloc_usable_size(void *memory);
-
-static void *count(void *memory)
-{
-    const size_t now = atomic_fetch_add(&heap_now, malloc_usable_size(memory)) +
-                       malloc_usable_size(memory);
-    atomic_fetch_add(&heap_calls, 1);
-    if (now > atomic_load(&heap_peak))
-        atomic_store(&heap_peak, now);
-    return memory;
-}
-
-void *__wrap_malloc(size_t bytes)
-{
-    return count(__real_malloc(bytes));
-}
-
-void *__wrap_calloc(size_t n, size_t bytes)
-{
-    return count(__real_calloc(n, bytes));
-}
-
-void *__wrap_aligned_alloc(size_t alignment, size_t bytes)
-{
-    return count(__real_aligned_alloc(alignment, bytes));
-}
-
-void *__wrap_realloc(void *memory, size_t bytes)
-{
-    atomic_fetch_sub(&heap_now, malloc_usable_size(memory));
-    return count(__real_realloc(memory, bytes));
-}
-
-void __wrap_free(void *memory)
-{
-    atomic_fetch_sub(&heap_now, malloc_usable_size(memory));
-    __real_free(memory);
-}
-
-/* ---- helpers ---- */
-
-static struct dkv_engine *open_engine(unsigned threads)
-{
-    struct dkv_engine *engine = NULL;
-    struct dkv_error err = {0};
-    const struct dkv_engine_config config = {.threads = threads};
-    assert_int_equal(dkv_engine_cpu.open(&config, &engine, &err), DKV_OK);
-    return engine;
-}
-
-static void make_case(struct dkv_case *c, struct dkv_shape shape, uint64_t seed)
-{
-    struct dkv_random random = {.state = seed};
-    dkv_case_init(c, shape);
-    dkv_case_fill(c, DKV_QUERY, &random, 1.5);
-    dkv_case_fill(c, DKV_KEY, &random, 1.0);
-    dkv_case_fill(c, DKV_VALUE, &random, 1.0);
-}
-
-struct answer {
-    struct dkv_item item;
-    float *scores;
-    int32_t *keep;
-};
-
-static void make_answer(struct answer *a, struct dkv_case *c)
-{
-    a->scores = calloc(c->block.kv_heads * c->block.n_tokens, sizeof(float));
-    a->keep = calloc(c->block.kv_heads * c->plan.keep_tokens, sizeof(int32_t));
-    a->item = (struct dkv_item){.block = &c->block,
-                                .params = &c->params,
-                                .plan = &c->plan,
-                                .keep_out = a->keep,
-                                .scores_out = a->scores};
-}
-
-static void free_answer(struct answer *a)
-{
-    free(a->scores);
-    free(a->keep);
-}
-
-static void run(struct dkv_engine *engine, struct dkv_item *items, size_t n)
-{
-    struct dkv_error err = {0};
-    assert_int_equal(dkv_engine_run(&dkv_engine_cpu, engine, items, n, &err), DKV_OK);
-}
-
-static void assert_same(const struct answer *a, const struct answer *b, const struct dkv_case *c)
-{
-    assert_int_equal(a->item.status, DKV_OK);
-    assert_int_equal(b->item.status, DKV_OK);
-    assert_memory_equal(a->scores, b->scores,
-                        sizeof(float) * c->block.kv_heads * c->block.n_tokens);
-    assert_memory_equal(a->keep, b->keep,
-                        sizeof(int32_t) * c->block.kv_heads * c->plan.keep_tokens);
-}
-
-/* ---- tests ---- */
 
 /* A long block of one head, which threads share, a wide one, short ones, and profiles that take
  * three passes: the bits may depend on none of that. */
@@ -281,128 +159,6 @@ static void the_first_of_several_faults_is_named(void **state)
     }
     dkv_case_fini(&c);
 }
-
-static void values_too_large_to_square_are_out_of_range(void **state)
-{
-    (void)state;
-    struct dkv_case c;
-    make_case(&c,
-              (struct dkv_shape){.q_heads = 2,
-                                 .kv_heads = 1,
-                                 .head_dim = 16,
-                                 .q_rows = 8,
-                                 .n_tokens = 100,
-                                 .q_dtype = DKV_FP32},
-              4);
-    dkv_case_set(&c, DKV_VALUE, 0, 3, 2, 2e18);
-    dkv_case_plan(&c);
-    struct dkv_engine *engine = open_engine(1);
-    struct answer a;
-    make_answer(&a, &c);
-    run(engine, &a.item, 1);
-    assert_int_equal(a.item.status, DKV_E_INVALID);
-    assert_non_null(strstr(a.item.error.text, "out of range at KV head 0, token 3, element 2"));
-    dkv_case_set(&c, DKV_VALUE, 0, 3, 2, 9e17);
-    run(engine, &a.item, 1);
-    assert_int_equal(a.item.status, DKV_OK);
-    for (int j = 0; j < 100; j++)
-        assert_true(isfinite(a.scores[j]) && a.scores[j] >= 0);
-    free_answer(&a);
-    dkv_engine_cpu.close(engine);
-    dkv_case_fini(&c);
-}
-
-static void scores_beyond_float32_are_out_of_range(void **state)
-{
-    (void)state;
-    struct dkv_case c;
-    make_case(&c,
-              (struct dkv_shape){.q_heads = 8,
-                                 .kv_heads = 1,
-                                 .head_dim = 512,
-                                 .q_rows = 8,
-                                 .n_tokens = 64,
-                                 .q_dtype = DKV_FP32},
-              5);
-    dkv_case_param(&c, "gqa", "sum");
-    dkv_case_param(&c, "scale", "1");
-    for (uint64_t t = 0; t < 64; t++)
-        for (uint64_t e = 0; e < 512; e++)
-            dkv_case_set(&c, DKV_VALUE, 0, t, e, (t * 7 + e * 5) % 3 == 0 ? 9.9e17 : -9.9e17);
-    dkv_case_plan(&c);
-    struct dkv_engine *engine = open_engine(1);
-    struct answer a;
-    make_answer(&a, &c);
-    run(engine, &a.item, 1);
-    assert_int_equal(a.item.status, DKV_E_INVALID);
-    assert_non_null(strstr(a.item.error.text, "out of range at KV head 0"));
-    free_answer(&a);
-    dkv_engine_cpu.close(engine);
-    dkv_case_fini(&c);
-}
-
-/* Sums that overflow to both sides on their way, which makes logits that are not numbers. */
-static void finite_keys_whose_logits_are_no_numbers_are_an_error(void **state)
-{
-    (void)state;
-    struct dkv_case c;
-    make_case(&c,
-              (struct dkv_shape){.q_heads = 2,
-                                 .kv_heads = 1,
-                                 .head_dim = 512,
-                                 .q_rows = 8,
-                                 .n_tokens = 60,
-                                 .q_dtype = DKV_FP32},
-              7);
-    dkv_case_param(&c, "logit_softcap", "1e6");
-    for (uint64_t t = 0; t < 60; t++)
-        for (uint64_t e = 0; e < 512; e++)
-            dkv_case_set(&c, DKV_KEY, 0, t, e, (t * 7 + e * e) % 3 == 0 ? 3.3e38 : -3.3e38);
-    dkv_case_plan(&c);
-    struct dkv_engine *engine = open_engine(1);
-    struct answer a;
-    make_answer(&a, &c);
-    run(engine, &a.item, 1);
-    assert_int_equal(a.item.status, DKV_E_INVALID);
-    assert_non_null(strstr(a.item.error.text, "float32"));
-    free_answer(&a);
-    dkv_engine_cpu.close(engine);
-    dkv_case_fini(&c);
-}
-
-static void finite_keys_whose_logits_overflow_are_an_error(void **state)
-{
-    (void)state;
-    struct dkv_case c;
-    make_case(&c,
-              (struct dkv_shape){.q_heads = 2,
-                                 .kv_heads = 1,
-                                 .head_dim = 8,
-                                 .q_rows = 8,
-                                 .n_tokens = 60,
-                                 .q_dtype = DKV_FP32},
-              7);
-    for (int sign = -1; sign <= 1; sign += 2) {
-        for (uint64_t t = 0; t < 60; t++) {
-            for (uint64_t e = 0; e < 8; e++) {
-                dkv_case_set(&c, DKV_KEY, 0, t, e, (double)(1 + t % 3) * 1e30 * sign);
-                for (uint64_t row = 0; row < 8; row++)
-                    dkv_case_set(&c, DKV_QUERY, t % 2, row, e, 1e30);
-            }
-        }
-        dkv_case_plan(&c);
-        struct dkv_engine *engine = open_engine(1);
-        struct answer a;
-        make_answer(&a, &c);
-        run(engine, &a.item, 1);
-        assert_int_equal(a.item.status, DKV_E_INVALID);
-        assert_non_null(strstr(a.item.error.text, "float32"));
-        free_answer(&a);
-        dkv_engine_cpu.close(engine);
-    }
-    dkv_case_fini(&c);
-}
-
 /* Shared memory is a client's: it may write NaN and bad table entries whenever it likes. */
 struct hostile {
     struct dkv_case *c;
@@ -478,59 +234,6 @@ static void a_client_that_writes_meanwhile_spoils_only_its_own_answer(void **sta
     dkv_engine_cpu.close(engine);
     dkv_case_fini(&c);
 }
-
-/* A million tokens that all live in a few pages: the table makes the block long, not the memory. */
-static void a_million_tokens_need_less_than_8_mib(void **state)
-{
-    (void)state;
-    enum { PAGE = 4096, PAGES = 3, TOKENS = 1u << 20 };
-    struct dkv_case c;
-    make_case(&c,
-              (struct dkv_shape){.q_heads = 8,
-                                 .kv_heads = 2,
-                                 .head_dim = 128,
-                                 .q_rows = 8,
-                                 .n_tokens = PAGES * PAGE,
-                                 .q_dtype = DKV_BF16},
-              5);
-    int32_t *table = calloc(TOKENS / PAGE, sizeof(*table));
-    for (int i = 0; i < TOKENS / PAGE; i++)
-        table[i] = (i * 7) % PAGES;
-    c.block.n_tokens = TOKENS;
-    c.block.page_tokens = PAGE;
-    c.block.table = (struct dkv_page_table){
-        .entries = table, .n_entries = TOKENS / PAGE, .entry_bytes = sizeof(*table)};
-    c.block.key.page_stride = PAGE * c.block.key.token_stride;
-    c.block.value.page_stride = PAGE * c.block.value.token_stride;
-    dkv_case_param(&c, "keep_tokens", "1000");
-    dkv_case_plan(&c);
-    struct answer a;
-    make_answer(&a, &c);
-    a.item.scores_out = NULL;
-    for (unsigned threads = 1; threads <= 4; threads *= 2) {
-        const size_t before = atomic_load(&heap_now);
-        atomic_store(&heap_peak, before);
-        struct dkv_engine *engine = open_engine(threads);
-        run(engine, &a.item, 1);
-        assert_int_equal(a.item.status, DKV_OK);
-        struct dkv_engine_info info;
-        dkv_engine_cpu.info(engine, &info);
-        const size_t used = atomic_load(&heap_peak) - before;
-        print_message("%u threads: %.2f MiB allocated at the peak, %.2f reported\n", threads,
-                      (double)used / 1048576, (double)info.scratch_peak_bytes / 1048576);
-        assert_true(used < 8u << 20);
-        assert_true(info.scratch_peak_bytes >= used - used / 16); /* nothing is hidden */
-        const size_t calls = atomic_load(&heap_calls);
-        run(engine, &a.item, 1);
-        assert_int_equal(atomic_load(&heap_calls), calls); /* and nothing is allocated again */
-        dkv_engine_cpu.close(engine);
-        assert_int_equal(atomic_load(&heap_now), before);
-    }
-    free_answer(&a);
-    free(table);
-    dkv_case_fini(&c);
-}
-
 static void device_memory_is_refused(void **state)
 {
     (void)state;
@@ -593,12 +296,7 @@ int main(void)
         cmocka_unit_test(neighbours_in_a_batch_do_not_show),
         cmocka_unit_test(a_bad_item_does_not_fail_its_neighbours),
         cmocka_unit_test(the_first_of_several_faults_is_named),
-        cmocka_unit_test(values_too_large_to_square_are_out_of_range),
-        cmocka_unit_test(scores_beyond_float32_are_out_of_range),
-        cmocka_unit_test(finite_keys_whose_logits_are_no_numbers_are_an_error),
-        cmocka_unit_test(finite_keys_whose_logits_overflow_are_an_error),
         cmocka_unit_test(a_client_that_writes_meanwhile_spoils_only_its_own_answer),
-        cmocka_unit_test(a_million_tokens_need_less_than_8_mib),
         cmocka_unit_test(device_memory_is_refused),
         cmocka_unit_test(engines_are_found_by_name),
         cmocka_unit_test(the_mask_lowers_the_variant),

@@ -1,7 +1,8 @@
 /* The admission queue's simulator: a world of clients and devices on a virtual clock, and an oracle
  * that keeps its own books.
  *
- *   sim_world.c      what happens: scenarios, clients, devices, the order of events
+ *   sim_scenarios.c  what worlds there are, and how each begins
+ *   sim_world.c      what happens: clients, devices, the order of events
  *   sim_oracle.c     what must hold: called at every offer, batch, end and step
  *   sim_admission.c  seeds, processes, the report
  *
@@ -24,6 +25,8 @@
 #define SIM_DEVICES 4
 #define SIM_LEVELS  4
 #define SIM_LANES   (SIM_DEVICES + 1)
+
+#define SIM_BYTES_PER_US 1024 /* of a device */
 
 enum sim_part_state { SIM_WAITING, SIM_FLYING, SIM_RETURNED, SIM_DROPPED };
 
@@ -140,8 +143,12 @@ void sim_fail(struct sim *sim, const char *format, ...)
 /* A line of --verbose. */
 void sim_note(const struct sim *sim, const char *format, ...) DKV_PRINTF(2, 3);
 
-uint64_t sim_below(struct sim *sim, uint64_t n); /* 0..n-1 */
+uint64_t sim_below(struct sim *sim, uint64_t n);                    /* 0..n-1 */
+uint64_t sim_between(struct sim *sim, uint64_t low, uint64_t high); /* both included */
 bool sim_chance(struct sim *sim, uint32_t thousandths);
+
+/* Draws the seed's scenario, opens its queue and brings its devices up. */
+void sim_set_up(struct sim *sim);
 
 static inline uint32_t sim_lane(const struct sim *sim, const struct dkv_admission_part *part)
 {

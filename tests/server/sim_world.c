@@ -4,9 +4,8 @@
  * wake-up), move the clock there, let it happen, hand out batches until there are none, pick up
  * what ended, check. All randomness comes from the seed, so a failing seed replays exactly.
  *
- * A device takes batches in order: 40 us and 1 us per KiB each. Times, sizes and bounds are drawn
- * from ranges so small that every bound is met often: a queue of eight entries is full all the
- * time, a batch of two blocks is always cut.
+ * A device takes batches in order: 40 us and 1 us per KiB each. What a world is made of is in
+ * sim_scenarios.c.
  */
 #include "tests/server/sim.h"
 
@@ -15,7 +14,6 @@
 #include <string.h>
 
 #define BATCH_OVERHEAD_US 40
-#define BYTES_PER_US      1024
 #define STEPS_MAX         200000
 
 /* --- randomness, failure, notes ------------------------------------------------------------ */
@@ -38,7 +36,7 @@ bool sim_chance(struct sim *sim, uint32_t thousandths)
     return sim_below(sim, 1000) < thousandths;
 }
 
-static uint64_t between(struct sim *sim, uint64_t low, uint64_t high)
+uint64_t sim_between(struct sim *sim, uint64_t low, uint64_t high)
 {
     return low + sim_below(sim, high - low + 1);
 }
@@ -63,218 +61,6 @@ void sim_note(const struct sim *sim, const char *format, ...)
     printf("\n");
     va_end(args);
 }
-
-/* --- scenarios ----------------------------------------------------------------------------- */
-
-/* clang-format off: one paragraph per scenario */
-static const struct sim_scenario scenarios[] = {
-    {.name = "steady",
-     .giant = 20,
-     .n_clients = 4,
-     .n_devices = 1,
-     .n_keys = 1,
-     .load = 0.7,
-     .with_timeout = 300,
-     .timeout_turns = 20,
-     .cancel = 10,
-     .multi_part = 200,
-     .n_offers = 120},
-    {.name = "bursts",
-     .giant = 20,
-     .n_clients = 6,
-     .n_devices = 1,
-     .n_keys = 2,
-     .load = 0.9,
-     .burst = 12,
-     .with_timeout = 500,
-     .timeout_turns = 6,
-     .degrade = 100,
-     .multi_part = 300,
-     .n_offers = 160},
-    {.name = "greedy",
-     .n_clients = 5,
-     .n_devices = 1,
-     .n_keys = 1,
-     .greedy = 24,
-     .depth = 2,
-     .n_offers = 300},
-    {.name = "greedy, keys",
-     .n_clients = 4,
-     .n_devices = 1,
-     .n_keys = 3,
-     .greedy = 20,
-     .depth = 6,
-     .multi_part = 200,
-     .n_offers = 300},
-    {.name = "expiring",
-     .giant = 20,
-     .n_clients = 4,
-     .n_devices = 1,
-     .n_keys = 2,
-     .load = 1.5,
-     .with_timeout = 1000,
-     .timeout_turns = 2,
-     .multi_part = 300,
-     .n_offers = 200},
-    {.name = "cancelled",
-     .giant = 20,
-     .n_clients = 6,
-     .n_devices = 2,
-     .n_keys = 2,
-     .load = 1.2,
-     .burst = 4,
-     .any_device = 500,
-     .multi_part = 400,
-     .cancel = 250,
-     .fail = 60,
-     .leave = 40,
-     .n_offers = 200},
-    {.name = "dying",
-     .giant = 20,
-     .n_clients = 5,
-     .n_devices = 1,
-     .n_keys = 2,
-     .load = 0.9,
-     .burst = 4,
-     .with_timeout = 200,
-     .timeout_turns = 20,
-     .multi_part = 300,
-     .cancel = 30,
-     .die = 90,
-     .n_offers = 200},
-    {.name = "dying, devices",
-     .giant = 20,
-     .n_clients = 6,
-     .n_devices = 3,
-     .n_keys = 2,
-     .load = 1.1,
-     .any_device = 500,
-     .multi_part = 400,
-     .cancel = 30,
-     .leave = 10,
-     .die = 80,
-     .retire = 8,
-     .n_offers = 240},
-    {.name = "many devices",
-     .giant = 20,
-     .n_clients = 8,
-     .n_devices = 4,
-     .n_keys = 2,
-     .load = 1.0,
-     .any_device = 600,
-     .multi_part = 400,
-     .with_timeout = 200,
-     .timeout_turns = 10,
-     .n_offers = 240},
-    {.name = "overload x3",
-     .n_clients = 6,
-     .n_devices = 1,
-     .n_keys = 1,
-     .load = 3.0,
-     .with_timeout = 1000,
-     .timeout_turns = 30,
-     .degrade = 200,
-     .n_offers = 300},
-    {.name = "overload x10",
-     .giant = 20,
-     .n_clients = 8,
-     .n_devices = 2,
-     .n_keys = 2,
-     .load = 10.0,
-     .burst = 6,
-     .any_device = 300,
-     .with_timeout = 500,
-     .timeout_turns = 12,
-     .degrade = 200,
-     .cancel = 20,
-     .n_offers = 400},
-    {.name = "everything",
-     .giant = 20,
-     .n_clients = 8,
-     .n_devices = 3,
-     .n_keys = 3,
-     .load = 1.6,
-     .burst = 5,
-     .greedy = 12,
-     .any_device = 400,
-     .multi_part = 400,
-     .with_timeout = 500,
-     .timeout_turns = 6,
-     .degrade = 100,
-     .cancel = 60,
-     .fail = 20,
-     .leave = 15,
-     .die = 40,
-     .retire = 4,
-     .drain_early = true,
-     .n_offers = 240},
-};
-/* clang-format on */
-
-static void draw_config(struct sim *sim)
-{
-    struct dkv_admission_config *c = &sim->config;
-
-    c->n_devices = sim->scenario.n_devices;
-    c->n_levels = (uint32_t)between(sim, 1, SIM_LEVELS);
-    c->default_level = (uint32_t)between(sim, 1, c->n_levels);
-    c->aging_batches = c->n_levels + (uint32_t)sim_below(sim, 4);
-    c->max_flight = (uint32_t)between(sim, 1, 2);
-    c->max_queue_delay_us = sim_chance(sim, 500) ? 0 : between(sim, 1, 400);
-    c->batch_blocks = (uint32_t)between(sim, 2, 16);
-    c->batch_tokens = between(sim, 4000, 40000);
-    c->batch_bytes = between(sim, 32, 256) * 1024;
-    c->max_entries = (uint32_t)between(sim, 8, SIM_JOBS);
-    c->max_bytes = between(sim, 512, 4096) * 1024;
-    c->client_max_entries = (uint32_t)between(sim, 2, c->max_entries < 32 ? c->max_entries : 32);
-    c->client_max_bytes = between(sim, 256, c->max_bytes / 1024) * 1024;
-    c->quantum_bytes = between(sim, 8, 64) * 1024;
-    c->max_timeout_us = sim_chance(sim, 300) ? between(sim, 5000, 50000) : 0;
-    c->restart_us = 2000;
-}
-
-static void set_up_clients(struct sim *sim)
-{
-    const double mean_bytes = 24.0 * 1024.0;
-    const double per_client_us = mean_bytes / BYTES_PER_US * (double)sim->scenario.n_clients /
-                                 ((double)sim->scenario.n_devices *
-                                  (sim->scenario.load > 0.0 ? sim->scenario.load : 1.0));
-
-    for (uint32_t i = 0; i < sim->scenario.n_clients; i++) {
-        struct sim_client *client = &sim->clients[i];
-        dkv_admission_client_init(sim->queue, &client->queue_side);
-        client->gap_us = (uint64_t)per_client_us + 1;
-        client->next_us = sim->now_us + sim_below(sim, 2 * client->gap_us);
-        client->depth = i == 0 && sim->scenario.greedy > 0 ? sim->scenario.greedy
-                                                           : sim->scenario.depth;
-        client->priority = (uint32_t)sim_below(sim, sim->config.n_levels + 1);
-    }
-}
-
-static void set_up(struct sim *sim)
-{
-    struct dkv_error err;
-
-    sim->now_us = between(sim, 1, 1000000);
-    sim->scenario = scenarios[sim->seed % (sizeof(scenarios) / sizeof(scenarios[0]))];
-    draw_config(sim);
-    if (dkv_admission_new(&sim->config, &sim->queue, &err) != DKV_OK)
-        sim_fail(sim, "new: %s", err.text);
-    set_up_clients(sim);
-    for (uint32_t d = 0; d < sim->config.n_devices; d++) {
-        sim->devices[d].up = true;
-        sim->devices[d].up_us = DKV_ADMISSION_NEVER;
-        dkv_admission_device_up(sim->queue, d);
-    }
-    sim_note(sim,
-             "scenario %s: %u devices, %u levels, aging %u, flight %u, delay %llu us, batch %u"
-             " blocks %llu bytes, %u entries",
-             sim->scenario.name, sim->config.n_devices, sim->config.n_levels,
-             sim->config.aging_batches, sim->config.max_flight,
-             (unsigned long long)sim->config.max_queue_delay_us, sim->config.batch_blocks,
-             (unsigned long long)sim->config.batch_bytes, sim->config.max_entries);
-}
-
 /* --- what ended ------------------------------------------------------------------------------ */
 
 static void collect_ended(struct sim *sim)
@@ -318,22 +104,23 @@ static void draw_part(struct sim *sim, struct dkv_admission_part *part)
 {
     part->key = sim_below(sim, sim->scenario.n_keys);
     part->device = draw_device(sim);
-    part->n_blocks = (uint32_t)between(sim, 1, sim_chance(sim, 50) ? 20 : 2);
-    part->n_tokens = between(sim, 1, 4000);
-    part->n_bytes = sim_chance(sim, sim->scenario.giant) ? between(sim, 1, 512 * 1024)
-                                                         : between(sim, 1, 48 * 1024);
+    part->n_blocks = (uint32_t)sim_between(sim, 1, sim_chance(sim, 50) ? 20 : 2);
+    part->n_tokens = sim_between(sim, 1, 4000);
+    part->n_bytes = sim_chance(sim, sim->scenario.giant) ? sim_between(sim, 1, 512 * 1024)
+                                                         : sim_between(sim, 1, 48 * 1024);
 }
 
 static void draw_times(struct sim *sim, struct dkv_admission_entry *entry)
 {
-    const uint64_t turn_us = sim->config.batch_bytes / BYTES_PER_US + BATCH_OVERHEAD_US;
+    const uint64_t turn_us = sim->config.batch_bytes / SIM_BYTES_PER_US + BATCH_OVERHEAD_US;
 
     entry->arrival_us = sim_chance(sim, 200) ? sim->now_us - sim_below(sim, 200) : 0;
     if (entry->arrival_us > sim->now_us) /* before the clock's zero */
         entry->arrival_us = 0;
     entry->timeout_us = 0;
     if (sim_chance(sim, sim->scenario.with_timeout))
-        entry->timeout_us = 1 + turn_us * sim->scenario.timeout_turns * between(sim, 50, 150) / 100;
+        entry->timeout_us = 1 +
+                            turn_us * sim->scenario.timeout_turns * sim_between(sim, 50, 150) / 100;
 }
 
 /* True unless the world is out of jobs. */
@@ -349,7 +136,7 @@ static bool offer(struct sim *sim, uint32_t index)
     job->client = index;
     job->entry.parts = job->parts;
     job->entry.n_parts = sim_chance(sim, sim->scenario.multi_part)
-                             ? (uint32_t)between(sim, 2, SIM_PARTS)
+                             ? (uint32_t)sim_between(sim, 2, SIM_PARTS)
                              : 1;
     for (uint32_t i = 0; i < job->entry.n_parts; i++)
         draw_part(sim, &job->parts[i]);
@@ -369,7 +156,7 @@ static void arrive(struct sim *sim, uint32_t index)
 {
     struct sim_client *client = &sim->clients[index];
     const uint32_t n = sim->scenario.burst > 0 && sim_chance(sim, 300)
-                           ? (uint32_t)between(sim, 1, sim->scenario.burst)
+                           ? (uint32_t)sim_between(sim, 1, sim->scenario.burst)
                            : 1;
 
     if (client->depth > 0) { /* closed loop: as many as it lacks, then wait for an end */
@@ -377,7 +164,7 @@ static void arrive(struct sim *sim, uint32_t index)
              tries++)
             if (!offer(sim, index))
                 break;
-        client->next_us = sim->now_us + between(sim, 1, 60);
+        client->next_us = sim->now_us + sim_between(sim, 1, 60);
         return;
     }
     for (uint32_t i = 0; !client->leaving && i < n; i++)
@@ -414,7 +201,7 @@ static void leave(struct sim *sim, uint32_t index)
 static void launch(struct sim *sim, struct dkv_admission_batch *batch)
 {
     struct sim_device *device = &sim->devices[batch->device];
-    const uint64_t took_us = BATCH_OVERHEAD_US + batch->n_bytes / BYTES_PER_US;
+    const uint64_t took_us = BATCH_OVERHEAD_US + batch->n_bytes / SIM_BYTES_PER_US;
 
     oracle_expire(sim);
     sim_note(sim, "device %u takes %u parts, %llu bytes, key %llu%s", batch->device, batch->n_parts,
@@ -460,7 +247,7 @@ static void lose(struct sim *sim, uint32_t index, bool retire)
     device->up = false;
     device->n_flight = 0;
     device->busy_until_us = sim->now_us;
-    device->up_us = sim->now_us + between(sim, 1, 3000);
+    device->up_us = sim->now_us + sim_between(sim, 1, 3000);
     if (retire) {
         device->retired = true;
         oracle_retired(sim, index);
@@ -563,7 +350,7 @@ static void end_the_rest(struct sim *sim)
 
 static void run(struct sim *sim)
 {
-    set_up(sim);
+    sim_set_up(sim);
     for (;;) {
         const uint64_t at_us = next_event_us(sim);
         if (at_us == DKV_ADMISSION_NEVER)
