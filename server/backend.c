@@ -21,8 +21,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define RECENCY_HERE_MAX 65536u /* indices that the loop writes itself: some 50 us */
-
 static uint64_t now_us(void)
 {
     return dkv_clock_ns() / 1000;
@@ -352,73 +350,12 @@ void dkv_backend_close(struct dkv_backend *backend)
 /* ---- what callers ask for ---- */
 
 /* The endings wait for the loop's next turn. */
-static void pump_soon(struct dkv_backend *backend)
+void dkv_backend_pump_soon(struct dkv_backend *backend)
 {
     if (backend->soon)
         return;
     backend->soon = true;
     uv_timer_start(&backend->timer, on_timer, 0, 0);
-}
-
-static void end_by_recency(struct dkv_backend *backend, struct dkv_job *job)
-{
-    job->finished_ns = dkv_clock_ns();
-    dkv_list_push_back(&backend->ended, &job->ended_node);
-    pump_soon(backend);
-}
-
-struct dkv_by_recency {
-    uv_work_t work;
-    struct dkv_backend *backend;
-    struct dkv_job *job;
-};
-
-static void on_work(uv_work_t *work)
-{
-    const struct dkv_by_recency *by = work->data;
-    dkv_job_write_recency(by->job);
-}
-
-static void on_written(uv_work_t *work, int status)
-{
-    struct dkv_by_recency *by = work->data;
-    if (status != 0) /* before it began: see cancel() */
-        by->job->entry.status = DKV_E_CANCELLED;
-    by->job->by_recency = NULL;
-    by->backend->n_by_recency--;
-    end_by_recency(by->backend, by->job);
-    free(by);
-}
-
-/* A large answer takes long enough for a thread of the pool. False: no memory for that. */
-static bool let_write(struct dkv_backend *backend, struct dkv_job *job)
-{
-    struct dkv_by_recency *by = malloc(sizeof(*by));
-    if (by == NULL)
-        return false;
-    by->work.data = by;
-    by->backend = backend;
-    by->job = job;
-    job->by_recency = by;
-    backend->n_by_recency++;
-    uv_queue_work(backend->loop, &by->work, on_work, on_written);
-    return true;
-}
-
-static void answer_by_recency(struct dkv_backend *backend, struct dkv_job *job)
-{
-    dkv_job_answer_by_recency(job);
-    job->entry.status = DKV_OK;
-    job->started_ns = dkv_clock_ns();
-    if (job->n_keep > RECENCY_HERE_MAX && let_write(backend, job))
-        return;
-    dkv_job_write_recency(job);
-    end_by_recency(backend, job);
-}
-
-bool dkv_backend_is_writing(const struct dkv_backend *backend)
-{
-    return backend != NULL && backend->n_by_recency > 0;
 }
 
 enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_backend_client *client,
@@ -436,7 +373,7 @@ enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_backe
     if (verdict == DKV_ADMISSION_DEGRADED) {
         client->n_jobs++;
         dkv_backend_hold_loans(job);
-        answer_by_recency(backend, job);
+        dkv_backend_answer_by_recency(backend, job);
         return DKV_OK;
     }
     if (verdict != DKV_ADMISSION_ACCEPTED) {
@@ -447,15 +384,14 @@ enum dkv_status dkv_backend_submit(struct dkv_backend *backend, struct dkv_backe
     client->n_jobs++;
     dkv_backend_hold_loans(job);
     launch_all(backend);
-    pump_soon(backend);
+    dkv_backend_pump_soon(backend);
     return DKV_OK;
 }
 
 void dkv_backend_cancel(struct dkv_backend *backend, struct dkv_job *job)
 {
     if (job->degraded) { /* it has ended, and is handed out at a later turn of the loop */
-        if (job->by_recency != NULL)
-            uv_cancel((uv_req_t *)&job->by_recency->work); /* fails if a thread has it already */
+        dkv_backend_call_off_recency(job);
         return;
     }
     dkv_admission_fail(backend->queue, &job->entry, DKV_E_CANCELLED, now_us());
@@ -494,52 +430,4 @@ void dkv_backend_hangup(const struct dkv_backend *backend)
 {
     for (unsigned d = 0; d < backend->n_devices; d++)
         dkv_worker_hangup(backend->devices[d].worker);
-}
-
-bool dkv_backend_ready(const struct dkv_backend *backend)
-{
-    for (unsigned d = 0; d < backend->n_devices; d++)
-        if (backend->devices[d].up)
-            return true;
-    return false;
-}
-
-static void facts_of(const struct dkv_backend_device *device, struct dkv_worker_facts *facts_out)
-{
-    dkv_worker_facts(device->worker, facts_out);
-    facts_out->backend = device->engine.backend;
-    facts_out->description = device->engine.device;
-    facts_out->busy_ns = device->busy_ns;
-    facts_out->n_blocks = device->n_blocks;
-    facts_out->scratch_bytes = device->scratch_bytes;
-}
-
-unsigned dkv_backend_uuids(const struct dkv_backend *backend,
-                           uint8_t uuids_out[DKV_ADMISSION_DEVICES_MAX][DKV_UUID_BYTES])
-{
-    for (unsigned d = 0; d < backend->n_devices; d++)
-        memcpy(uuids_out[d], backend->devices[d].engine.uuid, DKV_UUID_BYTES);
-    return backend->n_devices;
-}
-
-void dkv_backend_info(struct dkv_backend *backend, struct dkv_backend_info *info_out)
-{
-    *info_out = (struct dkv_backend_info){
-        .engine = backend->devices[0].engine,
-        .n_running = backend->n_running,
-        .max_queue_requests = backend->limits.max_entries,
-        .n_levels = backend->limits.n_levels,
-        .ready = dkv_backend_ready(backend),
-    };
-    info_out->n_devices = backend->n_devices;
-    for (unsigned d = 0; d < backend->n_devices; d++)
-        if (backend->devices[d].worker != NULL)
-            facts_of(&backend->devices[d], &info_out->workers[d]);
-    info_out->engine.scratch_bytes = 0;
-    for (unsigned d = 0; d < backend->n_devices; d++)
-        info_out->engine.scratch_bytes += backend->devices[d].scratch_bytes;
-    dkv_backend_count_loans(backend, info_out);
-    dkv_admission_stats(backend->queue, now_us(), &info_out->queue);
-    for (unsigned i = 0; i < info_out->n_levels; i++)
-        info_out->n_queued += info_out->queue.level[i].n_waiting;
 }

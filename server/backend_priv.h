@@ -1,9 +1,11 @@
 /* What the files of the backend share; nobody else includes this.
  *
  *   backend.c         jobs on their way through the queue, and what workers say
+ *   backend_recency.c answers without a device
  *   backend_client.c  clients of the fair share
  *   backend_loan.c    memory that clients lend
  *   backend_limits.c  what the configuration says about the queue
+ *   backend_info.c    what it tells about itself
  *   backend_pulse.c   whether everything moves
  *
  * Thread  loop.
@@ -69,6 +71,17 @@ struct dkv_backend_client {
     unsigned n_jobs; /* taken and not handed out: the queue counts them only until they end */
     char name[64];   /* "": nobody else may find it */
 };
+
+/* What has ended is handed out at the loop's next turn. */
+void dkv_backend_pump_soon(struct dkv_backend *backend);
+
+/* ---- answers by recency ---- */
+
+/* Takes a job that the queue would not have. */
+void dkv_backend_answer_by_recency(struct dkv_backend *backend, struct dkv_job *job);
+
+/* Nobody wants the answer: it ends as CANCELLED unless it is being written, or was. */
+void dkv_backend_call_off_recency(struct dkv_job *job);
 
 /* ---- clients ---- */
 
