@@ -1,22 +1,27 @@
 /* The reply is encoded over the job's outputs, and a response made over both: nothing is copied.
  *
- * Numbers as text are the exception: two million of them take a second to write. That is an errand,
- * for which the connection simply stays suspended. */
+ * Numbers as text are the exception: two million of them take a second to write. So are large
+ * answers for regions, some milliseconds. Both are an errand, for which the connection simply stays
+ * suspended.
+ */
 #include "server/answer.h"
 
 #include "server/clock.h"
 #include "server/errand.h"
 #include "server/http.h"
+#include "server/infer_shm.h"
 #include "server/record.h"
 
 #include <stdlib.h>
 
-#define LONG_NUMBERS     4096u      /* writing more would hold the loop up for too long */
+#define LONG_NUMBERS     4096u /* writing more would hold the loop up for too long */
+#define LONG_WRITE_BYTES (UINT64_C(256) << 10) /* copied into a region: some 50 us */
 #define LARGE_TEXT_BYTES (1u << 20) /* from here on memory is given back to the system at once */
 
 struct dkv_answer {
     struct dkv_errand errand;
-    const struct dkv_server *server;
+    struct dkv_server *server;
+    bool works;          /* a thread may be writing to regions, which the backend must outlive */
     struct dkv_job *job; /* owns what the reply's segments point at */
     struct dkv_oip_reply reply;
     uint64_t output_ns; /* what encoding took */
@@ -48,7 +53,10 @@ void dkv_answer_free(struct dkv_answer *answer)
 static void encode(struct dkv_errand *errand)
 {
     struct dkv_answer *answer = (struct dkv_answer *)errand;
-    const struct dkv_job *job = answer->job;
+    struct dkv_job *job = answer->job;
+    dkv_infer_shm_write(job);
+    if (job->status != DKV_OK)
+        return;
     const struct dkv_oip_result result = {
         .n_blocks = job->request.n_blocks,
         .kv_heads = job->kv_heads,
@@ -70,11 +78,20 @@ static void encode(struct dkv_errand *errand)
 static void on_encoded(struct dkv_errand *errand, struct dkv_exchange *exchange)
 {
     struct dkv_answer *answer = (struct dkv_answer *)errand;
+    struct dkv_job *job = answer->job;
+    answer->server->n_working -= answer->works;
     if (exchange == NULL) {
         dkv_answer_free(answer);
         return;
     }
-    exchange->answer = answer;
+    dkv_job_release_inputs(job);
+    if (job->status == DKV_OK) {
+        exchange->answer = answer;
+    } else { /* a region could not be written */
+        exchange->job = job;
+        answer->job = NULL;
+        dkv_answer_free(answer);
+    }
     dkv_http_resume(exchange);
 }
 
@@ -85,7 +102,10 @@ bool dkv_answer_begin(struct dkv_exchange *exchange, struct dkv_job *job)
         return false;
     answer->server = exchange->server;
     answer->job = job;
-    if (dkv_answer_numbers(job) > LONG_NUMBERS) {
+    const uint64_t n_bytes = dkv_infer_shm_bytes(job);
+    if (dkv_answer_numbers(job) > LONG_NUMBERS || n_bytes > LONG_WRITE_BYTES) {
+        answer->works = n_bytes > 0;
+        answer->server->n_working += answer->works;
         dkv_errand_start(&answer->errand, exchange->server->loop, exchange, encode, on_encoded);
     } else {
         encode(&answer->errand);

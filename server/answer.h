@@ -1,6 +1,7 @@
-/* The reply to an ended job: encoded, then sent.
+/* The reply to an ended job: written to regions, encoded, then sent.
  *
- * An answer of many JSON numbers is encoded as an errand, any other at once.
+ * An answer of many JSON numbers, or of many bytes for regions, is an errand, any other made at
+ * once.
  *
  * Owner   the exchange, in `answer`; while it is being encoded, the errand. It owns the job.
  * Thread  loop.

@@ -264,11 +264,12 @@ static void on_done(struct dkv_job *job, void *owner)
 {
     struct dkv_exchange *exchange = owner;
     exchange->away = NULL;
-    dkv_infer_shm_write(job);
-    dkv_job_release_inputs(job);
+    if (dkv_infer_shm_bytes(job) == 0) /* else the regions that the answer goes to are needed */
+        dkv_job_release_inputs(job);
     dkv_metrics_batch(&exchange->server->metrics, job);
     if (job->status == DKV_OK && dkv_answer_begin(exchange, job))
         return;
+    dkv_job_release_inputs(job);
     exchange->job = job;
     dkv_http_resume(exchange);
 }

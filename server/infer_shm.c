@@ -176,6 +176,14 @@ enum dkv_status dkv_infer_shm_check(const struct dkv_exchange *exchange, const s
     return DKV_OK;
 }
 
+uint64_t dkv_infer_shm_bytes(const struct dkv_job *job)
+{
+    uint64_t n_bytes = 0;
+    for (int i = 0; i < DKV_OIP_OUTPUTS; i++)
+        n_bytes += job->shm[DKV_OIP_INPUTS + i] != NULL ? output_bytes(job, i) : 0;
+    return n_bytes;
+}
+
 void dkv_infer_shm_write(struct dkv_job *job)
 {
     for (int i = 0; job->status == DKV_OK && i < DKV_OIP_OUTPUTS; i++) {

@@ -1,7 +1,7 @@
 /* Inference requests whose tensors, or answers, lie in regions that HTTP clients have registered.
  *
  * Owner   the job holds a use of every region it names until its inputs are released.
- * Thread  loop.
+ * Thread  loop, but for dkv_infer_shm_write().
  */
 #ifndef DKV_SERVER_INFER_SHM_H
 #define DKV_SERVER_INFER_SHM_H
@@ -23,7 +23,11 @@ enum dkv_status dkv_infer_shm_lend(struct dkv_job *job, struct dkv_error *err);
 enum dkv_status dkv_infer_shm_check(const struct dkv_exchange *exchange, const struct dkv_job *job,
                                     struct dkv_error *err);
 
-/* Writes the answers of a job that has ended well. A region that cannot be written fails it. */
+/* Bytes of the answer that go to regions. */
+uint64_t dkv_infer_shm_bytes(const struct dkv_job *job);
+
+/* Writes them, if the job has ended well, on any thread. A region that cannot be written fails it.
+ */
 void dkv_infer_shm_write(struct dkv_job *job);
 
 #endif

@@ -233,6 +233,41 @@ class Http(unittest.TestCase):
             self.refused(self.infer(outputs=outputs(keep_at=len(memory.map) - 4)), 400, "keep_indices")
             self.refused(self.infer(outputs=outputs(region="nobody")), 404, "keep_indices")
 
+    def test_large_answers_for_a_region_are_a_threads_work(self):
+        tokens = 100000
+        shape = {**SHAPE, "tokens": tokens}
+        both = self.daemon.ask(infer_request(parameters=PARAMETERS, output_names=("keep_indices", "scores"), **shape))
+        wanted = both.body[int(both.fields["inference-header-content-length"]):]
+        head, data = infer_body(parameters=PARAMETERS, **shape)
+        with Daemon(DROPKVD, *self.OPTIONS) as daemon, Object(len(wanted) + 8) as memory:
+            self.assertEqual(daemon.ask(request("POST", SYSTEM + "/region/out/register", (), json.dumps(
+                {"key": memory.name, "offset": 0, "byte_size": len(memory.map)}).encode())).status, 200)
+            keep_bytes = len(wanted) - 4 * tokens * SHAPE["kv_heads"]
+
+            def ask(n_scores, leave=False):
+                outputs = [{"name": "keep_indices", "parameters": {"shared_memory_region": "out",
+                            "shared_memory_byte_size": keep_bytes, "shared_memory_offset": 4}}]
+                outputs += [{"name": "scores", "parameters": {"shared_memory_region": "out", "shared_memory_offset": 4 + keep_bytes,
+                             "shared_memory_byte_size": len(wanted) - keep_bytes}}] * n_scores
+                text = json.dumps({**json.loads(head), "outputs": outputs}).encode()
+                raw = request("POST", INFER, ["Inference-Header-Content-Length: %d" % len(text)], text + data)
+                if not leave:
+                    return daemon.ask(raw)
+                with daemon.connect() as connection:
+                    connection.sendall(raw)
+
+            def n_threads():
+                return len(os.listdir("/proc/%d/task" % daemon.process.pid))
+            self.assertEqual(ask(0).status, 200)
+            before = n_threads()
+            reply = ask(1)
+            self.assertEqual(reply.status, 200, reply.body)
+            self.assertGreater(n_threads(), before)  # the loop's alone until then
+            self.assertEqual(memory.map[4:-4], wanted)
+            self.assertEqual((memory.map[:4], memory.map[-4:]), (bytes(4), bytes(4)))
+            for _ in range(4):  # who leaves meanwhile, and the daemon's end
+                ask(1, leave=True)
+
     def test_what_cannot_be_written_is_for_reading(self):
         with Object(len(tensors()) + KEEP_BYTES, mode=0o400) as memory:
             if os.geteuid() == 0:
