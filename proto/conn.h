@@ -4,8 +4,8 @@
  * the buffer, bulk read by the caller straight to where it belongs. Output is queued and flushed by
  * the caller, bulk sent from where it lies. Nothing blocks.
  *
- *   while ((status = dkv_wire_conn_next(conn, &message, &err)) == DKV_OK && message.header.type !=
- * 0)
+ *   while ((status = dkv_wire_conn_next(conn, &message, &err)) == DKV_OK &&
+ *          message.header.type != 0)
  *       ... handle it, read its bulk ...
  *   dkv_wire_conn_read(conn, ...) when the socket is readable
  *

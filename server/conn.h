@@ -3,10 +3,11 @@
  * The HTTP library's timeout restarts with every byte, so a client that drips holds a connection
  * for ever. Here every phase of a connection has an absolute end, judged by a sweeper:
  *
- *   header  from the connection's start, or from a later request's first line   header_timeout_ms
- *   idle    from the end of one request to the first line of the next keepalive_timeout_ms body a
- * grace, then at least a rate                     body_grace_ms, body_min_bytes_per_s work    none:
- * the job has its own deadline reply   as the body, for reading it
+ *   header  header_timeout_ms, from the connection's start or a later request's first line
+ *   idle    keepalive_timeout_ms, from the end of a request to the first line of the next
+ *   body    body_grace_ms, then at least body_min_bytes_per_s
+ *   work    none: the job has its own deadline
+ *   reply   as the body, for reading it
  *
  * Owner   the HTTP front: one record per socket, linked in a list.
  * Thread  loop only.

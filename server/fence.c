@@ -137,7 +137,11 @@ enum dkv_status dkv_fences_open(uv_loop_t *loop, struct dkv_fences **fences_out,
         return dkv_error_set(err, DKV_E_IO, "fences: no timer: %s", strerror(errno));
     }
     dkv_list_init(&fences->waiting);
-    uv_poll_init(loop, &fences->poll, fences->timer_fd);
+    if (uv_poll_init(loop, &fences->poll, fences->timer_fd) != 0) {
+        close(fences->timer_fd);
+        free(fences);
+        return dkv_error_set(err, DKV_E_IO, "fences: their timer cannot be polled");
+    }
     fences->poll.data = fences;
     uv_poll_start(&fences->poll, UV_READABLE, on_timer);
     *fences_out = fences;

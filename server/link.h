@@ -4,8 +4,9 @@
  * large lies in the arena: the descriptor of a job, which names every byte its work reads and
  * writes by (memory, offset), since each side has mapped everything at addresses of its own.
  *
- *   front -> worker   START (the arena's fd), ATTACH (a client's fd), CHUNK (one more), DETACH,
- * RUN, PING worker -> front   UP or FAILED, ATTACHED, DETACHED, DONE, PONG
+ *   front -> worker   START (the arena's fd), ATTACH (a client's fd), CHUNK (one more),
+ *                     DETACH, RUN, PING
+ *   worker -> front   UP or FAILED, ATTACHED, DETACHED, DONE, PONG
  *
  * A worker answers RUNs in order. Both ends are the same program, so structs travel as they are.
  *

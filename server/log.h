@@ -1,8 +1,7 @@
 /* The daemon's log: one line per event, as text, as JSON or to the journal.
  *
  *   2026-11-29T20:31:41.123Z info  listening on 127.0.0.1:8480
- *   2026-11-29T20:31:45.001Z debug answered request 12: transport http, stream chat-7, blocks 6,
- * ...
+ *   2026-11-29T20:31:45.001Z debug answered request 12: transport http, stream chat-7, ...
  *   {"time":"2026-11-29T20:31:45.001Z","level":"debug","message":"answered request 12",
  *    "transport":"http","stream":"chat-7","blocks":6, ...}
  *

@@ -425,6 +425,19 @@ static enum dkv_status init_parts(struct dkv_session *session, struct dkv_backen
     return status == DKV_OK ? dkv_slots_init(&session->stashes, DKV_SESSION_STASHES) : status;
 }
 
+/* One that no handle of the loop's knows yet; NULL is fine. */
+static void give_up(struct dkv_session *session, int fd)
+{
+    if (session == NULL || session->conn == NULL)
+        close(fd);
+    if (session == NULL)
+        return;
+    dkv_wire_conn_close(session->conn); /* and the descriptor */
+    dkv_backend_client_put(session->client);
+    dkv_session_free_objects(session);
+    free(session);
+}
+
 enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, uid_t uid, struct dkv_error *err)
 {
     struct dkv_session *session = calloc(1, sizeof(*session));
@@ -433,13 +446,10 @@ enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, uid_t uid, str
                                  : DKV_OK;
     if (status == DKV_OK)
         status = dkv_wire_conn_open(fd, DKV_WIRE_FROM_CLIENT, &session->conn, err);
+    if (status == DKV_OK && uv_poll_init(all->server->loop, &session->poll, fd) != 0)
+        status = dkv_error_set(err, DKV_E_NOMEM, "a session's socket cannot be polled");
     if (status != DKV_OK) {
-        if (session != NULL) {
-            dkv_backend_client_put(session->client);
-            dkv_session_free_objects(session);
-        }
-        free(session);
-        close(fd);
+        give_up(session, fd);
         return status;
     }
     const int room = SEND_ROOM;
@@ -459,7 +469,6 @@ enum dkv_status dkv_session_new(struct dkv_sessions *all, int fd, uid_t uid, str
     all->server->metrics.connections_total[DKV_TRANSPORT_SOCKET]++;
     session->n_open_handles = 2;
     session->heard_ms = session->took_ms = dkv_clock_ms();
-    uv_poll_init(all->server->loop, &session->poll, fd);
     uv_timer_init(all->server->loop, &session->timer);
     session->poll.data = session;
     session->timer.data = session;

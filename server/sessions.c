@@ -109,6 +109,10 @@ static enum dkv_status start(struct dkv_sessions *all, struct dkv_error *err)
     if (status != DKV_OK)
         return status;
     status = dkv_fences_open(server->loop, &all->fences, err);
+    if (status == DKV_OK && uv_poll_init(server->loop, &all->poll, all->listen_fd) != 0) {
+        dkv_fences_close(all->fences);
+        status = dkv_error_set(err, DKV_E_IO, "socket: it cannot be polled");
+    }
     if (status != DKV_OK) {
         stop_listening(all);
         return status;
@@ -116,7 +120,6 @@ static enum dkv_status start(struct dkv_sessions *all, struct dkv_error *err)
     all->spare_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
     if (getrandom(&all->instance, sizeof(all->instance), 0) != sizeof(all->instance))
         all->instance = dkv_clock_ns();
-    uv_poll_init(server->loop, &all->poll, all->listen_fd);
     all->poll.data = all;
     uv_poll_start(&all->poll, UV_READABLE, on_listen);
     return DKV_OK;

@@ -126,6 +126,11 @@ static void fill_start(const struct dkv_worker *worker, struct dkv_link_msg *msg
     snprintf(msg->start.device, sizeof(msg->start.device), "%s", worker->device);
 }
 
+static void free_link(uv_handle_t *handle)
+{
+    free(handle->data);
+}
+
 enum dkv_status dkv_worker_start(struct dkv_worker *worker, struct dkv_error *err)
 {
     int ends[2];
@@ -135,17 +140,23 @@ enum dkv_status dkv_worker_start(struct dkv_worker *worker, struct dkv_error *er
         fcntl(ends[0], F_SETFL, O_NONBLOCK) != 0)
         return dkv_error_set(err, DKV_E_NOMEM, "worker: no socket: %s", strerror(errno));
     struct dkv_worker_link *link = calloc(1, sizeof(*link));
-    int why = link == NULL ? ENOMEM : spawn(worker->device, ends[1], &worker->pid);
+    if (link == NULL || uv_poll_init(worker->loop, &link->poll, ends[0]) != 0) {
+        free(link);
+        close(ends[0]);
+        close(ends[1]);
+        return dkv_error_set(err, DKV_E_NOMEM, "worker: no memory for its link");
+    }
+    link->worker = worker;
+    link->fd = ends[0];
+    link->poll.data = link;
+    const int why = spawn(worker->device, ends[1], &worker->pid);
     close(ends[1]);
     if (why != 0) {
         worker->pid = 0;
-        close(ends[0]);
-        free(link);
+        close(link->fd);
+        uv_close((uv_handle_t *)&link->poll, free_link);
         return dkv_error_set(err, DKV_E_NOMEM, "worker: cannot start: %s", strerror(why));
     }
-    *link = (struct dkv_worker_link){.worker = worker, .fd = ends[0]};
-    uv_poll_init(worker->loop, &link->poll, link->fd);
-    link->poll.data = link;
     uv_poll_start(&link->poll, UV_READABLE, dkv_worker_on_link);
     worker->link = link;
     fill_start(worker, &start);
@@ -153,11 +164,6 @@ enum dkv_status dkv_worker_start(struct dkv_worker *worker, struct dkv_error *er
     worker->since_ms = dkv_clock_ms();
     dkv_worker_watch(worker);
     return DKV_OK;
-}
-
-static void free_link(uv_handle_t *handle)
-{
-    free(handle->data);
 }
 
 void dkv_worker_drop(struct dkv_worker *worker)
