@@ -157,14 +157,13 @@ static enum dkv_status add_loans(struct dkv_ask *ask, struct dkv_error *err)
 /* What is not mapped becomes memory of a worker's as it is read, at most as much as a body. */
 static enum dkv_status check_copying(const struct dkv_ask *ask, struct dkv_error *err)
 {
-    for (uint32_t i = 0; i < ask->n_regions; i++)
-        if (ask->regions[i]->loan->loose && ask->job->n_read_bytes > ask->server->max_body_bytes)
-            return dkv_error_set(err, DKV_E_TOO_LARGE,
-                                 "%" PRIu64 " bytes would have to be copied, at most %" PRIu64
-                                 " are: a memfd sealed against shrink and grow and without holes "
-                                 "is read without copying",
-                                 ask->job->n_read_bytes, ask->server->max_body_bytes);
-    return DKV_OK;
+    if (ask->job->n_read_bytes <= ask->server->max_body_bytes || !dkv_job_reads_loose(ask->job))
+        return DKV_OK;
+    return dkv_error_set(err, DKV_E_TOO_LARGE,
+                         "%" PRIu64 " bytes would have to be copied, at most %" PRIu64
+                         " are: a memfd sealed against shrink and grow and without holes is read "
+                         "without copying",
+                         ask->job->n_read_bytes, ask->server->max_body_bytes);
 }
 
 /* The gate has bounded the rows' number and length. */

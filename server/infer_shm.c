@@ -167,13 +167,11 @@ enum dkv_status dkv_infer_shm_check(const struct dkv_exchange *exchange, const s
                 err, DKV_E_INVALID,
                 "output %s: shared_memory_byte_size %" PRIu64 " should be at least %" PRIu64,
                 dkv_oip_output_name(i), job->infer->outputs[i].region_bytes, output_bytes(job, i));
-    for (unsigned i = 0; i < job->n_loans; i++)
-        if (job->loans[i]->loose && job->n_read_bytes > exchange->server->max_body_bytes)
-            return dkv_error_set(err, DKV_E_TOO_LARGE,
-                                 "%" PRIu64 " bytes would have to be copied, at most %" PRIu64
-                                 " are",
-                                 job->n_read_bytes, exchange->server->max_body_bytes);
-    return DKV_OK;
+    if (job->n_read_bytes <= exchange->server->max_body_bytes || !dkv_job_reads_loose(job))
+        return DKV_OK;
+    return dkv_error_set(err, DKV_E_TOO_LARGE,
+                         "%" PRIu64 " bytes would have to be copied, at most %" PRIu64 " are",
+                         job->n_read_bytes, exchange->server->max_body_bytes);
 }
 
 uint64_t dkv_infer_shm_bytes(const struct dkv_job *job)

@@ -163,6 +163,9 @@ enum dkv_status dkv_job_add_blocks(struct dkv_job *job, uint32_t n_blocks, struc
  * TOO_LARGE, BUSY, NOMEM; INVALID if one block lies on two devices. */
 enum dkv_status dkv_job_prepare(struct dkv_job *job, uint64_t max_bytes, struct dkv_error *err);
 
+/* Do its blocks read memory that has to be copied, since workers cannot map it? */
+bool dkv_job_reads_loose(const struct dkv_job *job);
+
 /* Bytes of the rows that scoring a block reads once. The gate has bounded every factor. */
 uint64_t dkv_job_read_bytes(const struct dkv_block *block, const struct dkv_plan *plan);
 

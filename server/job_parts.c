@@ -22,14 +22,51 @@ uint64_t dkv_job_read_bytes(const struct dkv_block *block, const struct dkv_plan
 
 /* ---- which blocks belong together ---- */
 
+static bool lies_in(const void *at, const struct dkv_loan *loan)
+{
+    const struct dkv_link_range range = dkv_loan_range(loan);
+    return at != NULL && (uint64_t)(uintptr_t)at - (uint64_t)(uintptr_t)range.base < range.bytes;
+}
+
+#define POINTERS 5u
+
+/* What of a block may lie in a loan. */
+static void list_pointers(const struct dkv_block *block, const void *pointers[POINTERS])
+{
+    pointers[0] = block->query.base;
+    pointers[1] = block->key.base;
+    pointers[2] = block->value.base;
+    pointers[3] = block->table.entries;
+    pointers[4] = block->v_table.entries;
+}
+
+static bool any_lies_in(const struct dkv_block *block, const struct dkv_loan *loan)
+{
+    const void *pointers[POINTERS];
+    list_pointers(block, pointers);
+    for (unsigned k = 0; k < POINTERS; k++)
+        if (lies_in(pointers[k], loan))
+            return true;
+    return false;
+}
+
+/* A fence or an output may be loose, too. */
+bool dkv_job_reads_loose(const struct dkv_job *job)
+{
+    for (unsigned i = 0; i < job->n_loans; i++)
+        for (uint32_t b = 0; job->loans[i]->loose && b < job->request.n_blocks; b++)
+            if (any_lies_in(&job->blocks[b], job->loans[i]))
+                return true;
+    return false;
+}
+
 /* The device of the memory that `at` points into, which is said to be `device` so far. */
 static enum dkv_status add_device(const struct dkv_job *job, uint32_t block, const void *at,
                                   uint32_t *device, struct dkv_error *err)
 {
     for (unsigned i = 0; at != NULL && i < job->n_loans; i++) {
-        const struct dkv_link_range range = dkv_loan_range(job->loans[i]);
         const uint32_t its = job->loans[i]->device;
-        if ((uint64_t)(uintptr_t)at - (uint64_t)(uintptr_t)range.base >= range.bytes)
+        if (!lies_in(at, job->loans[i]))
             continue;
         if (its == DKV_LOAN_EVERYWHERE || its == *device)
             return DKV_OK;
@@ -46,12 +83,11 @@ static enum dkv_status add_device(const struct dkv_job *job, uint32_t block, con
 static enum dkv_status find_device(const struct dkv_job *job, uint32_t i, uint32_t *device_out,
                                    struct dkv_error *err)
 {
-    const struct dkv_block *block = &job->blocks[i];
-    const void *const pointers[] = {block->query.base, block->key.base, block->value.base,
-                                    block->table.entries, block->v_table.entries};
+    const void *pointers[POINTERS];
     enum dkv_status status = DKV_OK;
+    list_pointers(&job->blocks[i], pointers);
     *device_out = DKV_ADMISSION_ANY_DEVICE;
-    for (unsigned k = 0; status == DKV_OK && k < sizeof(pointers) / sizeof(pointers[0]); k++)
+    for (unsigned k = 0; status == DKV_OK && k < POINTERS; k++)
         status = add_device(job, i, pointers[k], device_out, err);
     return status;
 }

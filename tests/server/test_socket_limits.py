@@ -107,6 +107,25 @@ class Limits(unittest.TestCase):
                     self.assertLess(daemon.total_rss_kib() - before_kib, 2 * share >> 10)
                 self.assertEqual(http_answer(daemon), expected)
 
+    def test_what_is_copied_is_bounded_and_what_is_only_written_or_waited_for_is_not(self):
+        with SocketDaemon("--max-body-bytes", "4096", "--max-json-bytes", "4096") as daemon, Client(daemon.path) as client:
+            data = tensors()
+            for sealed in (True, False):
+                with Memory(len(data)) as memory, Memory(4096, sealed=False) as place:
+                    loose = wire.new_memfd(data, sealed=False)
+                    memory.map[:] = data
+                    place.map[:8] = struct.pack("<Q", 1)
+                    number = client.add_memfd(memory.fd if sealed else loose, len(data))
+                    output = client.add_memfd(place.fd, 4096, writable=1)
+                    message = wire.score_blocks([inline_block(0, number)], PARAMS, fence=(output, 0, 1), output=(output, 128, 96))
+                    answer = client.ask(wire.SCORE_BLOCKS, message)
+                    if sealed:
+                        self.assertEqual(len(answer.keep(place.map[128 : 128 + 96])[0]), 24)
+                    else:
+                        self.assertEqual(answer.error()[0], wire.TOO_LARGE)
+                        self.assertIn("would have to be copied", answer.error()[1])
+                    os.close(loose)
+
     def test_a_large_message_costs_no_memory_when_it_is_answered(self):
         message = wire.score_blocks([inline_block()] * 4000, PARAMS)  # 900 KB, refused for its bulk
         with SocketDaemon("--max-body-bytes", "16384", "--max-json-bytes", "4096") as daemon:
