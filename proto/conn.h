@@ -92,10 +92,10 @@ enum dkv_status dkv_wire_conn_send(struct dkv_wire_conn *conn,
                                    const struct dkv_wire_conn_output *output,
                                    struct dkv_error *err);
 
-/* Sends what the socket takes. */
+/* Sends what the socket takes, but for the rest of what is long: a MiB or so at once. */
 enum dkv_status dkv_wire_conn_flush(struct dkv_wire_conn *conn, struct dkv_error *err);
 
-/* Something is queued that the socket did not take. */
+/* Something is queued that was not sent; the socket may have room for it. */
 bool dkv_wire_conn_wants_write(const struct dkv_wire_conn *conn);
 
 /* How many bulks were sent so far, in the order of send(): the n-th may be reused once this is n.*/

@@ -1,6 +1,9 @@
 /* The output queue: a buffer of headers and payloads, and a short list of marks, "here come
  * descriptors", "here goes that bulk". Positions count the buffer's bytes only. Each message that
  * carries descriptors begins a sendmsg(), since the kernel attaches them to its first byte.
+ *
+ * A peer that reads as fast as we write never fills the socket, also not within one call, so both
+ * have an end: a gigabyte's answer to one peer is no reason for the others to wait.
  */
 #include "proto/conn_priv.h"
 
@@ -8,7 +11,8 @@
 #include <string.h>
 #include <sys/socket.h>
 
-#define PIECES_MAX 64 /* of one sendmsg() */
+#define PIECES_MAX 64                /* of one sendmsg() */
+#define FLUSH_MAX  ((size_t)1 << 20) /* of bulk, and of a flush: some 0.2 ms */
 
 static struct dkv_wire_conn_mark *add_mark(struct dkv_wire_conn *conn)
 {
@@ -111,10 +115,10 @@ static void pop_mark(struct dkv_wire_conn *conn)
     conn->n_marks--;
 }
 
-static struct iovec piece_of_bulk(const struct dkv_wire_conn_mark *mark)
+static struct iovec piece_of_bulk(const struct dkv_wire_conn_mark *mark, size_t most)
 {
     return (struct iovec){(void *)(uintptr_t)mark->bulk,
-                          (size_t)dkv_wire_conn_smaller(mark->bulk_left, 1u << 30)};
+                          (size_t)dkv_wire_conn_smaller(mark->bulk_left, most)};
 }
 
 static void bulk_went(struct dkv_wire_conn *conn, struct dkv_wire_conn_mark *mark, size_t bytes)
@@ -134,7 +138,7 @@ static size_t gather(struct dkv_wire_conn *conn, uint32_t mark, struct iovec pie
     uint8_t *at = conn->out + conn->out_start;
     uint64_t position = conn->out_position;
     const uint64_t end = position + (conn->out_end - conn->out_start);
-    size_t n = 0;
+    size_t n = 0, bulk_room = FLUSH_MAX;
 
     for (;; mark++) {
         struct dkv_wire_conn_mark *next = mark < conn->n_marks ? dkv_wire_conn_mark_at(conn, mark)
@@ -145,9 +149,10 @@ static size_t gather(struct dkv_wire_conn *conn, uint32_t mark, struct iovec pie
             at += stop - position;
             position = stop;
         }
-        if (next == NULL || next->n_fds > 0 || n == PIECES_MAX)
+        if (next == NULL || next->n_fds > 0 || n == PIECES_MAX || bulk_room == 0)
             return n;
-        pieces[n++] = piece_of_bulk(next);
+        pieces[n++] = piece_of_bulk(next, bulk_room);
+        bulk_room -= pieces[n - 1].iov_len;
         if (n >= PIECES_MAX - 1 || pieces[n - 1].iov_len < next->bulk_left)
             return n;
     }
@@ -193,14 +198,15 @@ static enum dkv_status send_some(struct dkv_wire_conn *conn, struct dkv_wire_con
 enum dkv_status dkv_wire_conn_flush(struct dkv_wire_conn *conn, struct dkv_error *err)
 {
     enum dkv_status status = DKV_OK;
-    size_t n = 1;
+    size_t n = 1, total = 0;
 
     if (conn->broken)
         return DKV_WIRE_CONN_BREAK(conn, "the connection is broken");
-    while (status == DKV_OK && n > 0 && dkv_wire_conn_wants_write(conn)) {
+    while (status == DKV_OK && n > 0 && total < FLUSH_MAX && dkv_wire_conn_wants_write(conn)) {
         struct dkv_wire_conn_mark *mark = conn->n_marks > 0 ? dkv_wire_conn_mark_at(conn, 0) : NULL;
         const bool due = mark != NULL && mark->n_fds > 0 && mark->at == conn->out_position;
         status = send_some(conn, due ? mark : NULL, &n, err);
+        total += n;
     }
     return status;
 }

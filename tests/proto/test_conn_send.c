@@ -2,6 +2,10 @@
  */
 #include "tests/proto/conn_fixture.h"
 
+#include <poll.h>
+#include <pthread.h>
+#include <stdatomic.h>
+
 static void what_one_end_queues_the_other_end_hears_in_order(void **state)
 {
     (void)state;
@@ -129,6 +133,48 @@ static void expect_bulk(struct pair *p, const uint8_t *bulk, uint64_t bytes)
 }
 
 /* Bulks, descriptors and neither in every order, to a socket that takes little at a time. */
+struct drain {
+    int fd;
+    _Atomic uint64_t n_bytes;
+};
+
+static void *drain(void *argument)
+{
+    static char waste[1 << 20];
+    struct drain *d = argument;
+    for (ssize_t n; (n = recv(d->fd, waste, sizeof(waste), 0)) > 0;)
+        d->n_bytes += (uint64_t)n;
+    return NULL;
+}
+
+/* To a peer that reads all the while, so that the socket never fills. */
+static void a_flush_of_long_bulk_has_an_end(void **state)
+{
+    enum { BULK = 64 << 20 };
+    (void)state;
+    struct pair p = begin(true);
+    struct drain d = {.fd = dup(dkv_wire_conn_fd(p.daemon))};
+    uint8_t *bulk = calloc(1, BULK);
+    unsigned n_flushes = 0;
+    pthread_t thread;
+    assert_int_equal(fcntl(d.fd, F_SETFL, 0), 0);
+    assert_int_equal(pthread_create(&thread, NULL, drain, &d), 0);
+    send_score(p.client, 1, bulk, BULK);
+    for (; dkv_wire_conn_wants_write(p.client); n_flushes++) {
+        struct pollfd ready = {.fd = dkv_wire_conn_fd(p.client), .events = POLLOUT};
+        assert_int_equal(poll(&ready, 1, 10000), 1);
+        assert_int_equal(dkv_wire_conn_flush(p.client, &err), DKV_OK);
+    }
+    assert_true(n_flushes >= 32); /* two MiB and less */
+    assert_int_equal(dkv_wire_conn_bulks_sent(p.client), 1);
+    shutdown(dkv_wire_conn_fd(p.client), SHUT_WR);
+    pthread_join(thread, NULL);
+    assert_true(d.n_bytes > BULK);
+    close(d.fd);
+    free(bulk);
+    end(&p);
+}
+
 static void what_is_sent_in_pieces_stays_in_order(void **state)
 {
     (void)state;
@@ -177,6 +223,7 @@ int main(void)
         cmocka_unit_test(a_full_queue_is_busy_and_takes_nothing),
         cmocka_unit_test(bulk_is_sent_from_where_it_lies_and_given_back),
         cmocka_unit_test(messages_with_small_bulks_leave_in_one_call),
+        cmocka_unit_test(a_flush_of_long_bulk_has_an_end),
         cmocka_unit_test(what_is_sent_in_pieces_stays_in_order),
         cmocka_unit_test(writing_to_a_peer_that_is_gone_is_unavailable_and_no_signal),
     };
