@@ -16,6 +16,8 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#define PUNCHED_AT_ONCE (UINT64_C(1) << 20) /* pages that do not wait for scrub() */
+
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 8U
 #endif
@@ -27,6 +29,7 @@ struct dkv_arena_extent {
     struct dkv_arena_extent *next;
     uint64_t offset;
     uint64_t bytes;
+    uint64_t dirty_bytes; /* at its beginning, of a dirty one */
 };
 
 struct dkv_arena_kept {
@@ -76,9 +79,18 @@ enum dkv_status dkv_arena_open(struct dkv_arena *arena, uint64_t bytes, uint64_t
         return dkv_error_set(err, DKV_E_NOMEM, "no shared memory of %llu bytes: %s",
                              (unsigned long long)least_bytes, strerror(why));
     }
-    *whole = (struct dkv_arena_extent){NULL, 0, arena->bytes};
+    *whole = (struct dkv_arena_extent){.bytes = arena->bytes};
     arena->free_extents = whole;
     return DKV_OK;
+}
+
+static void free_list(struct dkv_arena_extent *extent)
+{
+    while (extent != NULL) {
+        struct dkv_arena_extent *next = extent->next;
+        free(extent);
+        extent = next;
+    }
 }
 
 void dkv_arena_close(struct dkv_arena *arena)
@@ -90,11 +102,8 @@ void dkv_arena_close(struct dkv_arena *arena)
             arena->kept[i] = kept->next;
             free(kept);
         }
-    while (arena->free_extents != NULL) {
-        struct dkv_arena_extent *extent = arena->free_extents;
-        arena->free_extents = extent->next;
-        free(extent);
-    }
+    free_list(arena->free_extents);
+    free_list(arena->dirty);
     if (arena->base != NULL)
         munmap(arena->base, arena->bytes);
     if (arena->fd > 0)
@@ -162,7 +171,7 @@ static void give_extent(struct dkv_arena *arena, uint64_t offset, uint64_t bytes
     if (extent == NULL)
         return; /* the address space is lost, which there is plenty of; the pages are not */
     struct dkv_arena_extent **link = before != NULL ? &before->next : &arena->free_extents;
-    *extent = (struct dkv_arena_extent){*link, offset, bytes};
+    *extent = (struct dkv_arena_extent){.next = *link, .offset = offset, .bytes = bytes};
     *link = extent;
     join_next(extent);
 }
@@ -203,6 +212,45 @@ static bool keep(struct dkv_arena *arena, unsigned class, uint64_t offset, uint6
     return true;
 }
 
+static void punch(const struct dkv_arena *arena, uint64_t offset, uint64_t bytes)
+{
+    if (bytes > 0)
+        (void)fallocate(arena->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset,
+                        (off_t)bytes);
+}
+
+/* False: there are too many already, or so few that it is not worth it. */
+static bool put_off(struct dkv_arena *arena, uint64_t offset, uint64_t size, uint64_t touched)
+{
+    if (touched <= PUNCHED_AT_ONCE || touched > DKV_ARENA_DIRTY_BYTES - arena->dirty_bytes)
+        return false;
+    struct dkv_arena_extent *extent = malloc(sizeof(*extent));
+    if (extent == NULL)
+        return false;
+    *extent = (struct dkv_arena_extent){arena->dirty, offset, size, touched};
+    arena->dirty = extent;
+    arena->dirty_bytes += touched;
+    return true;
+}
+
+bool dkv_arena_scrub(struct dkv_arena *arena, uint64_t bytes)
+{
+    while (arena->dirty != NULL && bytes > 0) {
+        struct dkv_arena_extent *extent = arena->dirty;
+        const uint64_t n = bytes < extent->dirty_bytes ? bytes : extent->dirty_bytes;
+        extent->dirty_bytes -= n;
+        arena->dirty_bytes -= n;
+        bytes -= n;
+        punch(arena, extent->offset + extent->dirty_bytes, n);
+        if (extent->dirty_bytes > 0)
+            break;
+        arena->dirty = extent->next;
+        give_extent(arena, extent->offset, extent->bytes);
+        free(extent);
+    }
+    return arena->dirty != NULL;
+}
+
 void dkv_arena_free(struct dkv_arena *arena, void *range, uint64_t bytes, uint64_t touched_bytes)
 {
     uint64_t size, touched;
@@ -216,9 +264,10 @@ void dkv_arena_free(struct dkv_arena *arena, void *range, uint64_t bytes, uint64
     if (class < DKV_ARENA_CLASSES)
         touched_bytes = size; /* by an earlier owner, since it may have been kept */
     touched = (touched_bytes + DKV_ARENA_PAGE - 1) & ~(uint64_t)(DKV_ARENA_PAGE - 1);
-    if (touched > 0)
-        (void)fallocate(arena->fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, (off_t)offset,
-                        (off_t)(touched < size ? touched : size));
+    touched = touched < size ? touched : size;
+    if (put_off(arena, offset, size, touched))
+        return;
+    punch(arena, offset, touched);
     give_extent(arena, offset, size);
 }
 

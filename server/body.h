@@ -9,8 +9,8 @@
  * Nothing grows by copying. A released mapping stays warm for DKV_BODY_WARM_MS, for a next body of
  * about that size, and then goes back to the system; at most one is kept, and one that does not
  * suit the next body goes before that body gets its own, so what is resident is never more than the
- * bodies in flight and one released. Small bodies (up to DKV_BODY_SMALL_BYTES) are the arena's to
- * keep.
+ * bodies in flight, one released, and what waits in the arena to be given back. Small bodies (up to
+ * DKV_BODY_SMALL_BYTES) are the arena's to keep.
  *
  * Owner   dkv_body is embedded in its owner; reserve/release. Moving it: copy the struct and zero
  *         the source.

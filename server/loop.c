@@ -31,14 +31,17 @@
 #include <unistd.h>
 
 #define DRAIN_CHECK_MS 5
-#define EXIT_LOST      1  /* accepted requests were not answered */
-#define EXIT_START     69 /* EX_UNAVAILABLE: could not start to serve */
+#define SCRUB_BYTES    (UINT64_C(1) << 20) /* of a turn: up to a millisecond */
+#define EXIT_LOST      1                   /* accepted requests were not answered */
+#define EXIT_START     69                  /* EX_UNAVAILABLE: could not start to serve */
 
 struct life {
     struct dkv_server server;
     uv_loop_t loop;
     uv_signal_t sigterm, sigint, sighup;
     uv_timer_t drain_timer;
+    uv_prepare_t prepare;   /* before the loop waits: gives memory back, a piece in each turn, */
+    uv_idle_t more;         /* and does not let it wait while there is more */
     uv_timer_t alive_timer; /* signs of life for the service manager's watchdog */
     uint64_t drain_end_ms;
     struct dkv_notify notify;
@@ -149,6 +152,20 @@ static void keep_alive(struct life *life)
     if (life->notify.watchdog_us == 0)
         return;
     uv_timer_start(&life->alive_timer, on_alive_timer, 0, period_ms > 0 ? period_ms : 1);
+}
+
+static void on_more(uv_idle_t *idle)
+{
+    (void)idle;
+}
+
+static void on_prepare(uv_prepare_t *prepare)
+{
+    struct life *life = prepare->data;
+    if (dkv_arena_scrub(&life->server.arena, SCRUB_BYTES))
+        uv_idle_start(&life->more, on_more);
+    else
+        uv_idle_stop(&life->more);
 }
 
 static void add_signal(struct life *life, uv_signal_t *handle, uv_signal_cb callback, int number)
@@ -316,6 +333,11 @@ int dkv_server_run(struct dkv_config_state *state, int argc, const char **argv)
     life.server.loop = &life.loop;
     uv_timer_init(&life.loop, &life.drain_timer);
     uv_timer_init(&life.loop, &life.alive_timer);
+    uv_prepare_init(&life.loop, &life.prepare);
+    uv_idle_init(&life.loop, &life.more);
+    life.prepare.data = &life;
+    uv_prepare_start(&life.prepare, on_prepare);
+    uv_unref((uv_handle_t *)&life.prepare);
     life.drain_timer.data = &life;
     life.alive_timer.data = &life;
     add_signal(&life, &life.sigterm, on_stop_signal, SIGTERM);

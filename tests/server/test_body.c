@@ -20,9 +20,11 @@ static struct dkv_arena open_arena(void)
 }
 
 /* Blocks that the file has. */
-static uint64_t backed_bytes(const struct dkv_arena *arena)
+static uint64_t backed_bytes(struct dkv_arena *arena)
 {
     struct stat info;
+    assert_false(dkv_arena_scrub(arena, UINT64_MAX));
+    assert_int_equal(arena->dirty_bytes, 0);
     assert_int_equal(fstat(arena->fd, &info), 0);
     return (uint64_t)info.st_blocks * 512;
 }
@@ -85,6 +87,50 @@ static void pages_go_back_whoever_touched_them(void **unused)
 }
 
 /* A worker that is wrong, or a peer that the fd reached, cannot make the daemon fault. */
+static void pages_of_large_ranges_go_back_piece_by_piece(void **unused)
+{
+    enum { BYTES = 10 << 20, STEP = 1 << 20 };
+    struct dkv_arena arena = open_arena();
+    struct stat info;
+    unsigned n_steps = 1;
+    (void)unused;
+    unsigned char *range = dkv_arena_alloc(&arena, BYTES);
+    memset(range, 1, BYTES);
+    dkv_arena_free(&arena, range, BYTES, BYTES);
+    assert_int_equal(arena.used_bytes, 0);
+    unsigned char *other = dkv_arena_alloc(&arena, BYTES);
+    assert_true(other >= range + BYTES); /* not where pages are left that nobody counts */
+    dkv_arena_free(&arena, other, BYTES, 0);
+    for (; dkv_arena_scrub(&arena, STEP); n_steps++) {
+        assert_int_equal(fstat(arena.fd, &info), 0);
+        assert_int_equal(info.st_blocks * 512, BYTES - n_steps * STEP);
+    }
+    assert_int_equal(n_steps, BYTES / STEP);
+    assert_ptr_equal(dkv_arena_alloc(&arena, BYTES), range);
+    dkv_arena_free(&arena, range, BYTES, 0);
+    dkv_arena_close(&arena);
+}
+
+/* ... but no more wait than a while takes. */
+static void pages_above_a_bound_go_back_at_once(void **unused)
+{
+    enum { BYTES = 64 << 20, N = 6 };
+    struct dkv_arena arena = open_arena();
+    unsigned char *ranges[N];
+    struct stat info;
+    (void)unused;
+    for (int i = 0; i < N; i++) {
+        ranges[i] = dkv_arena_alloc(&arena, BYTES);
+        for (uint64_t at = 0; at < BYTES; at += DKV_ARENA_PAGE)
+            ranges[i][at] = 1;
+    }
+    for (int i = 0; i < N; i++)
+        dkv_arena_free(&arena, ranges[i], BYTES, BYTES);
+    assert_int_equal(fstat(arena.fd, &info), 0);
+    assert_true((uint64_t)info.st_blocks * 512 <= DKV_ARENA_DIRTY_BYTES);
+    dkv_arena_close(&arena);
+}
+
 static void the_arena_cannot_be_resized(void **unused)
 {
     struct dkv_arena arena = open_arena();
@@ -368,6 +414,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(ranges_never_overlap_and_all_comes_back),
         cmocka_unit_test(pages_go_back_whoever_touched_them),
+        cmocka_unit_test(pages_of_large_ranges_go_back_piece_by_piece),
+        cmocka_unit_test(pages_above_a_bound_go_back_at_once),
         cmocka_unit_test(the_arena_cannot_be_resized),
         cmocka_unit_test(the_tensor_section_is_aligned_whatever_the_head),
         cmocka_unit_test(a_body_takes_what_fits_and_no_more),
