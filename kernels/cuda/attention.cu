@@ -1,70 +1,71 @@
 /* The scorer of attention alone: rules that sum p over rows, take its maximum, or its mean and
- * variance, of bf16 or fp16 queries and keys on tensor cores. Two reads of the keys are all it
- * costs.
+ * variance, of bf16 or fp16 queries and keys on tensor cores. Keys [n][D], D up to 128.
+ *
+ * Up to 128 slots on compute capability 9.0 are attention_crew.cuh's: one kernel that reads most
+ * keys once. Elsewhere two reads of the keys are all it costs:
  *
  *   weigh    item = (unit, key range, row group). Each row's largest logit, and the sum of 2^ the
  *            differences to it. The range of a group that is through last joins all of them, in
  *            their order, sink logits with them.
  *   score    item = (unit, up to 512 keys). Logits again, p, reduced over all rows.
  *
- * Keys [n][D], D up to 128. A warp takes 16 keys at a time: keys are the columns of its products
- * (16 x 8 x 16), query rows the rows. The order in which dimensions are added up is free, so a
- * lane's four words of a product are one load of 16 bytes, straight from where the keys lie;
- * queries wait in shared memory in the same order. The next tile's load begins as soon as the last
- * product has taken this one's words. Long units have it the other way round: queries in
- * registers, keys in shared memory (attention_long.cuh). Logits are in units of log2. Nothing here
- * is left out of sums, since p itself needs no 1 - p. 128 threads, so that a multiprocessor has
- * four or five of them and one Llama layer is all under way at once.
+ * There a warp takes 16 keys at a time: keys are the columns of its products (16 x 8 x 16), query
+ * rows the rows. The order in which dimensions are added up is free, so a lane's four words of a
+ * product are one load of 16 bytes, straight from where the keys lie; queries wait in shared memory
+ * in the same order. The next tile's load begins as soon as the last product has taken this one's
+ * words. 128 threads, so that a multiprocessor has five of them.
  *
- * Ranges depend on the block alone, so neither neighbours nor the split of score show in the bits.
+ * Logits are in units of log2. Nothing is left out of sums, since p itself needs no 1 - p. Ranges
+ * depend on the block alone, so neither neighbours nor the split of score show in the bits.
  *
  * A product that is no number sets DKV_CU_RETRY: the general scorer then finds the place.
  */
 #include <string.h>
 
-#include "kernels/cuda/attention_long.cuh"
+#include "kernels/cuda/attention_crew.cuh"
 #include "kernels/cuda/launch.cuh"
 
 namespace
 {
 
+constexpr uint32_t crew_keys = 1024; /* of each of a crew, until it is full */
 constexpr uint32_t max_ranges = 64;
-constexpr uint32_t max_long_ranges = 48; /* leaves room for score to get ready */
-constexpr uint32_t min_long_keys = 16385;
 constexpr uint32_t min_range_keys = 256;
 constexpr size_t unit_partial_bytes = 4u << 20;
 
 typedef void (*kernel_fn)(attention_args);
 
-/* One compiled pair of passes. */
+/* One compiled pair of passes, or what does without a second one. */
 struct variant {
-    uint32_t dtype;
-    uint32_t head_dim; /* at most */
-    int fold;
-    bool is_long;
+    uint32_t slots; /* at most; 0: any number, in two passes */
+    int threads;
     size_t shared_bytes;
     kernel_fn weigh;
-    kernel_fn score;
+    kernel_fn score; /* none for crews */
 };
 
-template <bool bf16, int blocks, int fold, bool is_long> constexpr variant row_of()
+template <bool bf16, int blocks, int fold> constexpr variant passes_of()
 {
-    return {bf16 ? static_cast<uint32_t>(DKV_BF16) : static_cast<uint32_t>(DKV_FP16),
-            32 * blocks,
-            fold,
-            is_long,
-            is_long ? warps * key_ring<blocks>::bytes : 0,
-            is_long ? weigh_long<bf16, blocks> : weigh<bf16, blocks>,
-            is_long ? score_long<bf16, blocks, fold> : score<bf16, blocks, fold>};
+    return {0, threads, 0, weigh<bf16, blocks>, score<bf16, blocks, fold>};
 }
 
-#define ROWS_OF(bf16, blocks)                                                            \
-    row_of<bf16, blocks, fold_sum, true>(), row_of<bf16, blocks, fold_sum, false>(),     \
-        row_of<bf16, blocks, fold_max, true>(), row_of<bf16, blocks, fold_max, false>(), \
-        row_of<bf16, blocks, fold_variance, true>(), row_of<bf16, blocks, fold_variance, false>()
+template <bool bf16, int blocks, int fold, int columns> constexpr variant crew_of()
+{
+    typedef crew_shape<bf16, blocks, columns> shape;
+    return {shape::slots, shape::threads, shape::shared_bytes, attend<shape, fold>, nullptr};
+}
 
-const variant variants[] = {ROWS_OF(true, 2), ROWS_OF(true, 4), ROWS_OF(false, 2),
-                            ROWS_OF(false, 4)};
+/* By number: dtype, dimensions, fold, and what holds the slots. */
+constexpr uint32_t n_folds = 3;
+constexpr uint32_t n_kinds = 4;
+#define KINDS_OF(bf16, blocks, fold)                                    \
+    crew_of<bf16, blocks, fold, 4>(), crew_of<bf16, blocks, fold, 8>(), \
+        crew_of<bf16, blocks, fold, 16>(), passes_of<bf16, blocks, fold>()
+#define FOLDS_OF(bf16, blocks)                                          \
+    KINDS_OF(bf16, blocks, fold_sum), KINDS_OF(bf16, blocks, fold_max), \
+        KINDS_OF(bf16, blocks, fold_variance)
+const variant variants[] = {FOLDS_OF(true, 2), FOLDS_OF(true, 4), FOLDS_OF(false, 2),
+                            FOLDS_OF(false, 4)};
 constexpr uint32_t n_variants = sizeof(variants) / sizeof(variants[0]);
 
 /* Slots of a query head. */
@@ -73,22 +74,22 @@ uint32_t head_slots(const dkv_cu_block &block)
     return block.variance ? (block.window + 7) / 8 * 8 : block.window;
 }
 
-/* Whether attention_long.cuh has the kernels. */
-bool is_long(const dkv_cu_block &block)
-{
-    return block.n_valid >= min_long_keys && block.group * head_slots(block) <= chunk_slots;
-}
+/* Whether this device has the code of crews: only what was made for sm_90a is, not what the driver
+ * makes of another architecture's PTX. */
+bool crews_are_real;
 
 /* n_variants: none. */
 uint32_t variant_of(const dkv_cu_block &block)
 {
-    const int fold = block.variance                   ? fold_variance
-                     : block.reduce == DKV_REDUCE_MAX ? fold_max
-                                                      : fold_sum;
-    uint32_t v = 0;
-    while (v < n_variants &&
-           !(variants[v].dtype == block.k.dtype && block.head_dim <= variants[v].head_dim &&
-             variants[v].fold == fold && variants[v].is_long == is_long(block)))
+    if ((block.k.dtype != DKV_BF16 && block.k.dtype != DKV_FP16) || block.head_dim > 128)
+        return n_variants;
+    const uint32_t fold = block.variance                   ? fold_variance
+                          : block.reduce == DKV_REDUCE_MAX ? fold_max
+                                                           : fold_sum;
+    const uint32_t type = (block.k.dtype == DKV_BF16 ? 0 : 2) + (block.head_dim > 64);
+    const uint32_t slots = block.group * head_slots(block);
+    uint32_t v = (type * n_folds + fold) * n_kinds;
+    while (variants[v].slots != 0 && (!crews_are_real || slots > variants[v].slots))
         v++;
     return v;
 }
@@ -106,9 +107,21 @@ place place_of(const dkv_cu_block &block)
     p.n_slots = block.group * p.per_head;
     p.group_slots = block.variance ? group_slots_max / p.per_head * p.per_head : group_slots_max;
     p.n_groups = ceil_div(p.n_slots, p.group_slots);
+    const variant &kernels = variants[variant_of(block)];
+    if (kernels.slots != 0) {
+        p.n_ranges = ceil_div(block.n_valid, crew_keys);
+        /* The device is for all heads of a block, which are 8 more often than not. */
+        const uint32_t most = block.heads <= 4 ? crew_max : crew_max / 2;
+        p.n_ranges = p.n_ranges < most ? p.n_ranges : most;
+        const uint32_t groups = p.n_ranges * (kernels.threads / group_threads);
+        const uint32_t tiles = ceil_div(block.n_valid, crew_tile_keys);
+        p.head_inverse = (65535 + p.per_head) / p.per_head;
+        p.tiles_each = tiles / groups;
+        p.tiles_over = tiles % groups;
+        return p;
+    }
     size_t ranges = unit_partial_bytes / (p.n_slots * sizeof(partial));
-    const size_t most = is_long(block) ? max_long_ranges : max_ranges;
-    ranges = ranges > most ? most : ranges < 4 ? 4 : ranges;
+    ranges = ranges > max_ranges ? max_ranges : ranges < 4 ? 4 : ranges;
     size_t keys = (block.n_valid + ranges - 1) / ranges;
     keys = keys < min_range_keys ? min_range_keys : keys;
     p.range_keys = static_cast<uint32_t>((keys + tile_keys * warps - 1) / (tile_keys * warps) *
@@ -152,6 +165,7 @@ launch_list list_places(const dkv_cu_device *device, const dkv_cu_wave *wave, ui
     for (uint32_t u = first; u < first + n; u++)
         keys += variant_of(block_of(wave, u)) == v ? block_of(wave, u).n_valid : 0;
     list.score_keys = score_keys_for(device, keys);
+    list.n_counters = variants[v].slots != 0 ? 1 : 0; /* of tickets */
     for (uint32_t u = first; u < first + n; u++) {
         const dkv_cu_block &block = block_of(wave, u);
         if (variant_of(block) != v)
@@ -172,13 +186,27 @@ launch_list list_places(const dkv_cu_device *device, const dkv_cu_wave *wave, ui
     return list;
 }
 
+/* Bit v: some of these units have variant v. */
+uint64_t variants_in(const dkv_cu_wave *wave, uint32_t first, uint32_t n)
+{
+    static_assert(n_variants <= 64, "a bit each");
+    uint64_t found = 0;
+    for (uint32_t u = first; u < first + n; u++)
+        found |= 1ull << variant_of(block_of(wave, u));
+    return found;
+}
+
 /* Fills a plan but for what follows it; its size in all. */
 size_t make_plan(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t first, uint32_t n,
                  launch_plan *plan)
 {
+    const uint64_t found = variants_in(wave, first, n);
     size_t at = sizeof(*plan);
     for (uint32_t v = 0; v < n_variants; v++) {
         launch_list &list = plan->of[v];
+        list = {};
+        if (!(found >> v & 1))
+            continue;
         list = list_places(device, wave, first, n, v, nullptr);
         list.places_at = static_cast<uint32_t>(at);
         at += list.n_places * sizeof(place);
@@ -206,14 +234,20 @@ cudaError_t prepare_kernel(kernel_fn kernel, size_t shared_bytes, cudaFuncAttrib
     return error;
 }
 
-cudaError_t prepare(const dkv_cu_device *)
+cudaError_t prepare(const dkv_cu_device *device)
 {
+    constexpr int empty_registers = 32; /* more than an empty kernel needs */
     cudaFuncAttributes attributes = {};
     cudaError_t error = cudaSuccess;
     for (const variant &v : variants) {
+        const bool crewed = v.slots != 0;
+        if (crewed && device->major != 9)
+            continue;
         if (error == cudaSuccess)
             error = prepare_kernel(v.weigh, v.shared_bytes, &attributes);
-        if (error == cudaSuccess)
+        if (crewed)
+            crews_are_real = attributes.numRegs > empty_registers;
+        else if (error == cudaSuccess)
             error = prepare_kernel(v.score, v.shared_bytes, &attributes);
     }
     overlaps = error == cudaSuccess && attributes.ptxVersion >= 90;
@@ -234,6 +268,9 @@ bool takes(const dkv_cu_device *, const dkv_cu_block *block)
 size_t unit_bytes(const dkv_cu_block *block)
 {
     const place p = place_of(*block);
+    const uint32_t slots = variants[variant_of(*block)].slots;
+    if (slots != 0)
+        return p.n_ranges * slots * sizeof(partial);
     return results_offset(p.n_ranges, p.n_slots) + p.n_slots * sizeof(row_result);
 }
 
@@ -256,7 +293,7 @@ void fill(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t first, 
                         reinterpret_cast<place *>(bytes + plan->of[v].places_at));
 }
 
-cudaError_t launch(const dkv_cu_device *, const dkv_cu_wave *wave, uint32_t, uint32_t,
+cudaError_t launch(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t, uint32_t,
                    const void *extra_host, const void *extra_device, cudaStream_t stream)
 {
     const launch_plan *plan = static_cast<const launch_plan *>(extra_host);
@@ -272,12 +309,14 @@ cudaError_t launch(const dkv_cu_device *, const dkv_cu_wave *wave, uint32_t, uin
             reinterpret_cast<const place *>(bytes + list.places_at),
             reinterpret_cast<unsigned *>(const_cast<unsigned char *>(bytes) + list.counters_at),
             list.n_places,
-            list.score_keys};
-        error = dkv_cu_launch(reinterpret_cast<const void *>(variants[v].weigh), list.items[0],
-                              threads, variants[v].shared_bytes, args, false, stream);
-        if (error == cudaSuccess)
-            error = dkv_cu_launch(reinterpret_cast<const void *>(variants[v].score), list.items[1],
-                                  threads, variants[v].shared_bytes, args, overlaps, stream);
+            list.score_keys,
+            static_cast<uint32_t>(device->multiprocessors)};
+        const variant &kernels = variants[v];
+        error = dkv_cu_launch(reinterpret_cast<const void *>(kernels.weigh), list.items[0],
+                              kernels.threads, kernels.shared_bytes, args, false, stream);
+        if (error == cudaSuccess && kernels.score)
+            error = dkv_cu_launch(reinterpret_cast<const void *>(kernels.score), list.items[1],
+                                  kernels.threads, 0, args, overlaps, stream);
     }
     return error;
 }

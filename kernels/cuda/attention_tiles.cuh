@@ -10,7 +10,6 @@ namespace
 
 /* ---- queries ---- */
 
-template <int blocks>
 __device__ inline uint4 query_words(const job &work, const row_group &group, uint32_t slot,
                                     uint32_t dim)
 {
@@ -32,8 +31,8 @@ __device__ void load_queries(const job &work, const row_group &group, uint4 *que
         const uint32_t lane = i % 32;
         const uint32_t slot = i / (32 * blocks) * 16 + lane / 4;
         const uint32_t dim = i / 32 % blocks * 32 + lane % 4 * 8;
-        const uint4 low = query_words<blocks>(work, group, slot, dim);
-        const uint4 high = query_words<blocks>(work, group, slot + 8, dim);
+        const uint4 low = query_words(work, group, slot, dim);
+        const uint4 high = query_words(work, group, slot + 8, dim);
         uint4 *to = queries + i / 32 * 64 + lane;
         to[0] = {low.x, high.x, low.y, high.y};
         to[32] = {low.z, high.z, low.w, high.w};
@@ -222,11 +221,12 @@ __device__ inline scaling scaling_of(const dkv_cu_block &block)
 }
 
 /* `odd` becomes NaN with the first that is no number. */
-__device__ inline void to_logits(const scaling &scale, logits &z, float &odd)
+template <int columns>
+__device__ inline void to_logits(const scaling &scale, float (&z)[columns][4], float &odd)
 {
     if (scale.outer > 0) {
 #pragma unroll
-        for (int k = 0; k < n_columns * 4; k++) {
+        for (int k = 0; k < columns * 4; k++) {
             float &x = z[k / 4][k % 4];
             odd = fmaf(x, 0.0f, odd); /* the cap makes a number of infinity */
             x = scale.outer * tanh_fast(x * scale.inner);
@@ -234,7 +234,7 @@ __device__ inline void to_logits(const scaling &scale, logits &z, float &odd)
         return;
     }
 #pragma unroll
-    for (int k = 0; k < n_columns * 4; k++) {
+    for (int k = 0; k < columns * 4; k++) {
         float &x = z[k / 4][k % 4];
         x = __fmul_rn(x, scale.plain);
         odd = fmaf(x, 0.0f, odd);

@@ -28,7 +28,6 @@ constexpr int n_columns = chunk_slots / 8; /* products of 8 slots */
 constexpr uint32_t group_slots_max = 128;
 constexpr uint32_t score_keys_max = 512;
 constexpr int resident = 5; /* thread blocks of a multiprocessor, at least */
-constexpr int long_resident = 4;
 constexpr float log2e = 1.4426950408889634f;
 
 /* Where a unit is in the work list. */
@@ -43,7 +42,11 @@ struct place {
     uint32_t per_head; /* slots */
     uint32_t group_slots;
     uint32_t n_groups;
-    uint32_t padding;
+    /* Of a crew, which has no row groups: */
+    uint32_t head_inverse; /* 2^16 / per_head, rounded up */
+    uint32_t tiles_each;   /* of a crew's warpgroups, at least */
+    uint32_t tiles_over;   /* the first so many have one more */
+    uint32_t padding[2];
 };
 
 struct attention_args {
@@ -53,6 +56,7 @@ struct attention_args {
     unsigned *counters; /* of ranges that are through, for each row group; 0 at first */
     uint32_t n_places;
     uint32_t score_keys; /* of an item of score */
+    uint32_t at_once;    /* thread blocks that run at the same time, at least */
 };
 
 /* What weigh leaves per (range, slot). */

@@ -175,10 +175,11 @@ static void run_batch(struct tally *tally, uint64_t seed, unsigned n, const stru
     free(trials);
 }
 
-/* ---- more than a wave ---- */
+/* ---- long blocks ---- */
 
 struct large {
     const char *what;
+    struct dkv_shape shape;
     const char *params[4][2];
 };
 
@@ -204,19 +205,14 @@ static uint64_t exchanged(const struct dkv_case *c, const struct dkv_case_answer
     return differ;
 }
 
-/* Keys and values on the host that need several waves, of heads that are selected together. */
+/* Blocks that the reference would take minutes for. */
 static void run_large(struct tally *tally, const struct large *large, const struct dkv_scorer *cuda,
                       const struct dkv_scorer *cpu)
 {
     struct dkv_random random = {11};
     struct dkv_case c;
     struct dkv_case_answer mine, other;
-    dkv_case_init(&c, (struct dkv_shape){.q_heads = 8,
-                                         .kv_heads = 4,
-                                         .head_dim = 64,
-                                         .q_rows = 8,
-                                         .n_tokens = 50000,
-                                         .q_dtype = DKV_FP32});
+    dkv_case_init(&c, large->shape);
     for (int i = 0; i < 4 && large->params[i][0] != NULL; i++)
         dkv_case_param(&c, large->params[i][0], large->params[i][1]);
     dkv_case_fill(&c, DKV_QUERY, &random, 2);
@@ -228,7 +224,7 @@ static void run_large(struct tally *tally, const struct large *large, const stru
     const bool done = mine.status == DKV_OK && other.status == DKV_OK;
     const uint64_t differ = done ? exchanged(&c, &mine, &other) : 0;
     if (!done || differ > kept_of(&c, other.counts) / 1000) { /* next to the cut, all may */
-        printf("%s, in several waves: %s, %llu tokens are not the CPU engine's\n", large->what,
+        printf("%s: %s, %llu tokens are not the CPU engine's\n", large->what,
                mine.status != DKV_OK ? mine.error.text : "done", (unsigned long long)differ);
         tally->totals.failed++;
     }
@@ -239,11 +235,32 @@ static void run_large(struct tally *tally, const struct large *large, const stru
 
 int main(int argc, char **argv)
 {
-    static const struct large larges[] = {
-        {"dropkv by the best of all heads", {{"heads", "global"}, {"keep_ratio", "0.05"}}},
-        {"one set of tova", {{"policy", "tova"}, {"keep_ratio", "0.05"}}},
-        {"chunks of andpro", {{"policy", "andpro"}, {"keep_ratio", "0.05"}}},
-        {"two stages", {{"policy", "criticalkv"}, {"window", "8"}, {"keep_ratio", "0.05"}}},
+    /* On the host, so that they take several waves, and of heads that are selected together. */
+    const struct dkv_shape waves = {8, 4, 64, 0, 8, 50000, DKV_FP32, DKV_FP32};
+    /* More than is kept on a multiprocessor between two looks at it: 32, 56 and 128 rows. */
+    const struct dkv_shape rows_32 = {4, 1, 128, 16, 8, 100000, DKV_BF16, DKV_BF16};
+    const struct dkv_shape rows_56 = {7, 1, 128, 16, 8, 60000, DKV_BF16, DKV_BF16};
+    const struct dkv_shape rows_128 = {4, 1, 64, 16, 32, 60000, DKV_FP16, DKV_FP16};
+    const struct large larges[] = {
+        {"dropkv by the best of all heads", waves, {{"heads", "global"}, {"keep_ratio", "0.05"}}},
+        {"one set of tova", waves, {{"policy", "tova"}, {"keep_ratio", "0.05"}}},
+        {"chunks of andpro", waves, {{"policy", "andpro"}, {"keep_ratio", "0.05"}}},
+        {"two stages", waves, {{"policy", "criticalkv"}, {"window", "8"}, {"keep_ratio", "0.05"}}},
+        {"snapkv of 32 rows",
+         rows_32,
+         {{"policy", "snapkv"}, {"window", "8"}, {"keep_ratio", "0.05"}}},
+        {"kvzip of 32 rows", rows_32, {{"policy", "kvzip"}, {"keep_ratio", "0.05"}}},
+        {"cake of 32 rows", rows_32, {{"policy", "cake"}, {"window", "8"}, {"keep_ratio", "0.05"}}},
+        {"snapkv of 56 rows",
+         rows_56,
+         {{"policy", "snapkv"}, {"window", "8"}, {"keep_ratio", "0.05"}}},
+        {"cake of 56 rows", rows_56, {{"policy", "cake"}, {"window", "8"}, {"keep_ratio", "0.05"}}},
+        {"snapkv of 128 rows",
+         rows_128,
+         {{"policy", "snapkv"}, {"window", "32"}, {"keep_ratio", "0.05"}}},
+        {"cake of 128 rows",
+         rows_128,
+         {{"policy", "cake"}, {"window", "32"}, {"keep_ratio", "0.05"}}},
     };
     const unsigned long cases = argc > 1 ? strtoul(argv[1], NULL, 10) : 256;
     const uint64_t seed = argc > 2 ? strtoull(argv[2], NULL, 10) : 1;
