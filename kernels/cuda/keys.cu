@@ -1,274 +1,278 @@
 /* The scorer of rules that have no query rows: of keys, of positions, of the caller.
  *
- *   anchor   item = (unit, key range). Sum of the range's keys, each over its length or as it is.
- *   settle   item = unit. Sums of all ranges, in order, and their length.
- *   score    item = (unit, 128 tokens). -|k_j|, -cos(k_j, anchor), or what needs no tensor.
+ *   anchor   item = (unit, key range). Sums of keys; the unit's last item finds their direction.
+ *   score    item = (unit, some tokens). -|k_j|, -cos(k_j, anchor), or what needs no tensor.
  *
- * Keys [n][D]; a warp takes a key at a time, a lane 8 adjacent elements of every 256. Sums are in
- * double precision: a cosine's products cancel, and squares of finite keys may leave float32. 256
- * threads. Ranges depend on the block's length alone.
+ * Keys [n][D] are read once for a norm, twice for an angle: score begins with what anchor has read
+ * last, which is still in the L2 cache. 512 threads, of which a warp has 4 or 8 loads of 512 bytes
+ * under way (keys_rows.cuh): memory is what bounds this. Sums over a key's elements are in float32,
+ * sums over keys in double precision (keys_anchor.cuh).
  */
-#include "kernels/cuda/device.cuh"
+#include "kernels/cuda/keys_anchor.cuh"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/policies/random.h"
 
 namespace
 {
 
-constexpr int threads = 256;
-constexpr uint32_t warps = threads / 32;
-constexpr uint32_t item_tokens = 128;
-constexpr uint32_t max_ranges = 128;
-constexpr uint32_t min_range_keys = 1024;
-constexpr int eights = DKV_HEAD_DIM_MAX / 256; /* of elements, of a lane */
+constexpr uint32_t min_item_keys = 256;
+constexpr uint32_t max_item_keys = 8192;
 
 uint32_t ceil_div(uint32_t a, uint32_t b)
 {
     return (a + b - 1) / b;
 }
 
-/* The wave's work: item i of a kernel belongs to the last unit whose first item is <= i. */
-struct work_list {
+/* Where a unit is in the work list; item i of a kernel belongs to the last place whose first item
+ * is <= i. */
+struct place {
+    uint32_t first_item[2]; /* of anchor, score */
+    uint32_t unit;
+    uint32_t block;
+};
+
+struct keys_args {
     const dkv_cu_block *blocks;
     const dkv_cu_unit *units;
-    const uint32_t *first_item; /* [n_units + 1] */
-    uint32_t n_units;
+    const place *places;
+    unsigned *counters; /* of each place's ranges that are through; 0 at first */
+    uint32_t n_places;
+    uint32_t item_keys; /* of an item of score */
 };
 
-__device__ uint32_t find_unit(const work_list &work, uint32_t item)
+/* Finds an item's place and brings its descriptors; returns the place's number. */
+__device__ uint32_t open_job(const keys_args &args, int kernel, uint32_t item, job &work)
 {
-    uint32_t lo = 0;
-    uint32_t hi = work.n_units;
-    while (hi - lo > 1) {
-        const uint32_t mid = (lo + hi) / 2;
-        if (work.first_item[mid] <= item)
-            lo = mid;
+    uint32_t low = 0;
+    uint32_t high = args.n_places;
+    while (high - low > 1) {
+        const uint32_t middle = (low + high) / 2;
+        if (args.places[middle].first_item[kernel] <= item)
+            low = middle;
         else
-            hi = mid;
+            high = middle;
     }
-    return lo;
+    const place at = args.places[low];
+    const uint32_t *unit = reinterpret_cast<const uint32_t *>(args.units + at.unit);
+    const uint32_t *block = reinterpret_cast<const uint32_t *>(args.blocks + at.block);
+    static_assert(sizeof(job) / 4 <= threads && sizeof(dkv_cu_unit) % 4 == 0, "a word each");
+    constexpr uint32_t of_unit = sizeof(dkv_cu_unit) / 4;
+    if (threadIdx.x < sizeof(job) / 4)
+        reinterpret_cast<uint32_t *>(&work)[threadIdx.x] = threadIdx.x < of_unit
+                                                               ? unit[threadIdx.x]
+                                                               : block[threadIdx.x - of_unit];
+    __syncthreads();
+    return low;
 }
 
-__host__ __device__ inline uint32_t range_keys(uint32_t n)
+__global__ void __launch_bounds__(threads, 2) anchor(keys_args args)
 {
-    const uint32_t keys = (n + max_ranges - 1) / max_ranges;
-    return keys < min_range_keys ? min_range_keys : keys;
+    __shared__ job work;
+    __shared__ anchor_state s;
+#if __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
+    const uint32_t index = open_job(args, 0, blockIdx.x, work);
+    const uint32_t n = work.block.n_valid;
+    const uint32_t range = blockIdx.x - args.places[index].first_item[0];
+    const uint32_t first = range * range_keys(n);
+    const uint32_t end = min(n, first + range_keys(n));
+    double *to = memory_of(work).ranges + static_cast<size_t>(range) * work.block.head_dim;
+    with_way(work, [&](auto way) { add_range<decltype(way)>(work, first, end, s, to); });
+    if (is_last(args.counters + index, ranges_of(n), s))
+        settle(work, s);
 }
 
-/* Where things are in unit.work: the anchor and its length, then the ranges' sums, [D] each. */
-struct anchor_memory {
-    double *sum;
-    double *length;
-    double *ranges;
-};
+/* ---- scores of keys ---- */
 
-__device__ anchor_memory memory_of(const dkv_cu_block &block, const dkv_cu_unit &unit)
+/* Of a key's length and, for an angle, its product with the anchor's direction. */
+template <class number>
+__device__ __forceinline__ number score_of(const job &work, number length, number product)
 {
-    double *at = reinterpret_cast<double *>(unit.work);
-    return {at, at + block.head_dim, at + block.head_dim + 1};
+    if (work.block.source == DKV_SOURCE_KEY_NORM)
+        return length * -static_cast<number>(work.unit.k_scale);
+    return length > 0 ? -product / length : static_cast<number>(0);
 }
 
-/* ---- keys ---- */
-
-__device__ double warp_sum(double x)
+__device__ inline void store_score(const job &work, uint32_t key, float score)
 {
-    for (int step = 16; step; step >>= 1)
-        x += __shfl_xor_sync(~0u, x, step);
-    return x;
+    if (!dkv_cu_finite(score))
+        atomicOr(&work.unit.report->flags, DKV_CU_OVERFLOW);
+    work.unit.scores[key] = score;
 }
 
-/* The lane's elements of a key; zeros where it is masked or not there. */
-struct key_part {
-    float x[eights][8];
-};
-
-__device__ key_part load_key(const dkv_cu_block &block, const dkv_cu_unit &unit, uint32_t key,
-                             bool report)
+/* Scores a batch of keys in double precision. */
+template <class way>
+__device__ __noinline__ void score_slowly(const job &work, uint32_t first, uint32_t end)
 {
-    key_part part = {};
-    const uint32_t token = block.valid_from + key;
-    const unsigned char *row = dkv_cu_masked(unit, key)
-                                   ? nullptr
-                                   : dkv_cu_row(block.k, unit.k, token, &unit.report->bad_k_entry);
+    constexpr uint32_t step = 32 / way::lanes;
+    const bool angle = work.block.source == DKV_SOURCE_KEY_ANGLE;
+#pragma unroll 1
+    for (int i = 0; i < way::loads; i++) {
+        const uint32_t key = first + i * step + lane_of() / way::lanes;
+        const auto part = load_slowly<way::lanes, way::rounds>(work, key, end);
+        double product = 0;
 #pragma unroll
-    for (int i = 0; i < eights; i++) {
-        const uint32_t dim = threadIdx.x % 32 * 8 + i * 256;
-        if (!row || dim >= block.head_dim)
-            continue;
-        dkv_cu_load8(row + dim * dkv_cu_dtype_bytes(block.k.dtype), block.k.dtype, block.k.align,
-                     unit.k_scale, part.x[i]);
-        for (int e = 0; e < 8 && report; e++)
-            if (!dkv_cu_finite(part.x[i][e]))
-                atomicMin(&unit.report->nonfinite, DKV_CU_PLACE(1, unit.head, token, dim + e));
+        for (int r = 0; r < way::rounds; r++)
+            for (int e = 0; e < 8; e++) {
+                const uint32_t dim = lane_of() % way::lanes * 8 + r * way::lanes * 8 + e;
+                if (angle && dim < work.block.head_dim)
+                    product = fma(static_cast<double>(part.x[r][e]),
+                                  static_cast<double>(memory_of(work).direction[dim]), product);
+            }
+        const double score = score_of(work, length_of(part), sum_of_key<way::lanes>(product));
+        if (lane_of() % way::lanes == 0 && key < end)
+            store_score(work, key, static_cast<float>(score));
     }
-    return part;
 }
 
-__device__ double length_of(const key_part &part)
+/* Scores a batch of keys; false, and nothing is written, if a square is not for float32. */
+template <class way>
+__device__ __forceinline__ bool score_fast(const job &work, uint32_t first, uint32_t end,
+                                           const float (&direction)[8])
 {
-    double sum = 0;
+    constexpr uint32_t step = 32 / way::lanes;
+    const bool angle = work.block.source == DKV_SOURCE_KEY_ANGLE;
+    const int of_key = static_cast<int>(lane_of() % way::lanes);
+    const unsigned char *rows[way::loads];
+    eight_elements<way::dtype> parts[way::loads];
+    find_rows(work, first + lane_of() / way::lanes, step, end, of_key * 8, rows);
 #pragma unroll
-    for (int i = 0; i < eights; i++)
-        for (int e = 0; e < 8; e++) {
-            const double x = part.x[i][e];
-            sum = fma(x, x, sum);
+    for (int i = 0; i < way::loads; i++)
+        fetch(rows[i], parts[i]);
+    float square = 0; /* of the key that this lane answers for */
+    float product = 0;
+#pragma unroll
+    for (int i = 0; i < way::loads; i++) {
+        float x[8];
+        unpack(parts[i], x);
+        const float its_square = sum_of_key<way::lanes>(square_of(x));
+        square = of_key == i ? its_square : square;
+        if (angle) {
+            float sum = x[0] * direction[0];
+#pragma unroll
+            for (int e = 1; e < 8; e++)
+                sum = fmaf(x[e], direction[e], sum);
+            sum = sum_of_key<way::lanes>(sum);
+            product = of_key == i ? sum : product;
         }
-    return sqrt(warp_sum(sum));
+    }
+    const uint32_t key = first + of_key * step + lane_of() / way::lanes;
+    const bool answers = of_key < way::loads && key < end;
+    const bool fine = square > least_square && square < most_square;
+    if (!__all_sync(~0u, fine || !answers))
+        return false;
+    if (answers)
+        store_score(work, key, score_of(work, sqrtf(square), product));
+    return true;
 }
 
-/* ---- the anchor ---- */
-
-__global__ void __launch_bounds__(threads) anchor(work_list work)
+template <class way>
+__device__ __forceinline__ void score_keys(const job &work, uint32_t first, uint32_t end)
 {
-    __shared__ double shared[warps][DKV_HEAD_DIM_MAX];
-    const uint32_t index = find_unit(work, blockIdx.x);
-    const dkv_cu_unit &unit = work.units[index];
-    const dkv_cu_block &block = work.blocks[unit.block];
-    const uint32_t range = blockIdx.x - work.first_item[index];
-    const uint32_t first = range * range_keys(block.n_valid);
-    const uint32_t end = min(block.n_valid, first + range_keys(block.n_valid));
-    const uint32_t lane = threadIdx.x % 32;
-    double sums[eights][8] = {};
-    for (uint32_t key = first + threadIdx.x / 32; key < end; key += warps) {
-        const key_part part = load_key(block, unit, key, true);
-        const double length = block.plain_anchor ? 1.0 : length_of(part);
-        const double weight = length > 0 ? 1.0 / length : 0.0;
-#pragma unroll
-        for (int i = 0; i < eights; i++)
-            for (int e = 0; e < 8; e++)
-                sums[i][e] = fma(weight, static_cast<double>(part.x[i][e]), sums[i][e]);
+    constexpr uint32_t batch = way::loads * 32 / way::lanes;
+    float direction[8] = {};
+    if (way::fast && work.block.source == DKV_SOURCE_KEY_ANGLE) {
+        const uint32_t dim = lane_of() % way::lanes * 8;
+        const float4 *from = reinterpret_cast<const float4 *>(memory_of(work).direction + dim);
+        if (dim < work.block.head_dim) {
+            const float4 low = __ldcg(from);
+            const float4 high = __ldcg(from + 1);
+            direction[0] = low.x, direction[1] = low.y, direction[2] = low.z;
+            direction[3] = low.w, direction[4] = high.x, direction[5] = high.y;
+            direction[6] = high.z, direction[7] = high.w;
+        }
     }
-#pragma unroll
-    for (int i = 0; i < eights; i++)
-        for (int e = 0; e < 8; e++)
-            shared[threadIdx.x / 32][lane * 8 + i * 256 + e] = sums[i][e];
-    __syncthreads();
-    double *to = memory_of(block, unit).ranges + static_cast<size_t>(range) * block.head_dim;
-    for (uint32_t dim = threadIdx.x; dim < block.head_dim; dim += threads) {
-        double sum = 0;
-        for (uint32_t w = 0; w < warps; w++)
-            sum += shared[w][dim];
-        to[dim] = sum;
+#pragma unroll 1
+    for (uint32_t key = first + threadIdx.x / 32 * batch; key < end; key += warps * batch) {
+        if constexpr (way::fast)
+            if (score_fast<way>(work, key, end, direction))
+                continue;
+        score_slowly<way>(work, key, end);
     }
 }
 
-__global__ void __launch_bounds__(threads) settle(work_list work)
-{
-    __shared__ double shared[warps];
-    const uint32_t index = find_unit(work, blockIdx.x);
-    const dkv_cu_unit &unit = work.units[index];
-    const dkv_cu_block &block = work.blocks[unit.block];
-    const anchor_memory memory = memory_of(block, unit);
-    const uint32_t n_ranges = (block.n_valid + range_keys(block.n_valid) - 1) /
-                              range_keys(block.n_valid);
-    double squares = 0;
-    for (uint32_t dim = threadIdx.x; dim < block.head_dim; dim += threads) {
-        double sum = 0;
-        for (uint32_t range = 0; range < n_ranges; range++)
-            sum += memory.ranges[static_cast<size_t>(range) * block.head_dim + dim];
-        memory.sum[dim] = sum;
-        squares = fma(sum, sum, squares);
-    }
-    squares = warp_sum(squares);
-    if (threadIdx.x % 32 == 0)
-        shared[threadIdx.x / 32] = squares;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        double sum = 0;
-        for (uint32_t w = 0; w < warps; w++)
-            sum += shared[w];
-        *memory.length = sqrt(sum);
-    }
-}
-
-/* ---- scores ---- */
-
-/* -|k_j|, or -cos(k_j, anchor), by a warp; a key or an anchor of length 0 has cosine 0. */
-__device__ float score_key(const dkv_cu_block &block, const dkv_cu_unit &unit, uint32_t key)
-{
-    const bool angle = block.source == DKV_SOURCE_KEY_ANGLE;
-    const key_part part = load_key(block, unit, key, !angle);
-    const double length = length_of(part);
-    if (!angle)
-        return static_cast<float>(-length);
-    const anchor_memory memory = memory_of(block, unit);
-    double product = 0;
-#pragma unroll
-    for (int i = 0; i < eights; i++) {
-        const uint32_t dim = threadIdx.x % 32 * 8 + i * 256;
-        for (int e = 0; e < 8 && dim < block.head_dim; e++)
-            product = fma(static_cast<double>(part.x[i][e]), memory.sum[dim + e], product);
-    }
-    product = warp_sum(product);
-    const double reach = *memory.length;
-    return length > 0 && reach > 0 ? static_cast<float>(-product / length / reach) : 0.0f;
-}
+/* ---- scores of tokens ---- */
 
 /* Scores that need no tensor, a token a thread; nonfinite=mask heeds the caller's scores alone. */
-__device__ void score_token(const dkv_cu_block &block, const dkv_cu_unit &unit, uint32_t key)
+__device__ void score_token(const job &work, uint32_t key, uint32_t end)
 {
-    const bool inside = key < block.n_valid;
+    const dkv_cu_block &block = work.block;
+    const bool inside = key < end;
     float score = 0;
     if (block.source == DKV_SOURCE_HASH)
-        score = static_cast<float>(dkv_random_bits(block.hash, unit.head, key)) * 0x1p-24f;
+        score = static_cast<float>(dkv_random_bits(block.hash, work.unit.head, key)) * 0x1p-24f;
     else if (block.source == DKV_SOURCE_POSITION)
         score = static_cast<float>(key + 1);
     else if (inside)
-        score = unit.given[key];
+        score = work.unit.given[key];
     const bool masked = inside && !dkv_cu_finite(score);
     const unsigned word = __ballot_sync(~0u, masked);
-    if (unit.mask && threadIdx.x % 32 == 0 && inside)
-        unit.mask[key / 32] = word;
+    if (work.unit.mask && lane_of() == 0 && inside)
+        work.unit.mask[key / 32] = word;
     if (inside)
-        unit.scores[key] = masked ? 0.0f : score;
+        work.unit.scores[key] = masked ? 0.0f : score;
 }
 
-__global__ void __launch_bounds__(threads) score(work_list work)
+__global__ void __launch_bounds__(threads, 2) score(keys_args args)
 {
-    const uint32_t index = find_unit(work, blockIdx.x);
-    const dkv_cu_unit &unit = work.units[index];
-    const dkv_cu_block &block = work.blocks[unit.block];
-    const uint32_t first = (blockIdx.x - work.first_item[index]) * item_tokens;
+    __shared__ job work;
+#if __CUDA_ARCH__ >= 900
+    cudaTriggerProgrammaticLaunchCompletion();
+#endif
+    const uint32_t item = gridDim.x - 1 - blockIdx.x; /* what was read last comes first */
+    const uint32_t index = open_job(args, 1, item, work);
+    const uint32_t first = (item - args.places[index].first_item[1]) * args.item_keys;
+    const uint32_t end = min(work.block.n_valid, first + args.item_keys);
     if (first == 0 && threadIdx.x == 0)
-        *unit.exponent = 0;
-    if (block.source != DKV_SOURCE_KEY_NORM && block.source != DKV_SOURCE_KEY_ANGLE) {
-        if (threadIdx.x < item_tokens)
-            score_token(block, unit, first + threadIdx.x);
-        return;
-    }
-    const uint32_t end = min(block.n_valid, first + item_tokens);
-    for (uint32_t key = first + threadIdx.x / 32; key < end; key += warps) {
-        const float x = score_key(block, unit, key);
-        if (threadIdx.x % 32 == 0)
-            unit.scores[key] = x;
-    }
+        *work.unit.exponent = 0;
+#if __CUDA_ARCH__ >= 900
+    cudaGridDependencySynchronize(); /* for the anchor, if there is one */
+#endif
+    if (work.block.source == DKV_SOURCE_KEY_NORM || work.block.source == DKV_SOURCE_KEY_ANGLE)
+        with_way(work, [&](auto way) { score_keys<decltype(way)>(work, first, end); });
+    else
+        for (uint32_t key = first; key < end; key += threads)
+            score_token(work, key + threadIdx.x, end);
 }
 
 /* ---- launching ---- */
 
-enum kernel_index { kernel_anchor, kernel_settle, kernel_score, n_kernels };
+/* The extra data of a launch: this, its places, then their counters. */
+struct launch_list {
+    uint32_t items[2];
+    uint32_t item_keys;
+    uint32_t padding;
+};
 
-uint32_t items_of(const dkv_cu_block &block, int kernel)
+const dkv_cu_block &block_of(const dkv_cu_wave *wave, uint32_t unit)
 {
-    const bool angle = block.source == DKV_SOURCE_KEY_ANGLE;
-    switch (kernel) {
-    case kernel_anchor: return angle ? ceil_div(block.n_valid, range_keys(block.n_valid)) : 0;
-    case kernel_settle: return angle;
-    default: return ceil_div(block.n_valid, item_tokens);
-    }
+    return wave->blocks_host[wave->units_host[unit].block];
 }
+
+/* Keys of an item of score: as many as leave two thread blocks for every multiprocessor, twice. */
+uint32_t item_keys_for(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t first,
+                       uint32_t n)
+{
+    uint64_t keys = 0;
+    for (uint32_t u = first; u < first + n; u++)
+        keys += block_of(wave, u).n_valid;
+    uint32_t each = min_item_keys;
+    while (each < max_item_keys && keys / each > 4 * static_cast<uint64_t>(device->multiprocessors))
+        each *= 2;
+    return each;
+}
+
+bool overlaps; /* whether the code that this device loaded has score wait for anchor itself */
 
 cudaError_t prepare(const dkv_cu_device *)
 {
-    const void *kernels[] = {reinterpret_cast<const void *>(anchor),
-                             reinterpret_cast<const void *>(settle),
-                             reinterpret_cast<const void *>(score)};
-    for (const void *kernel : kernels) {
-        cudaFuncAttributes attributes; /* loads the kernel now, not at its first launch */
-        const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-        if (error != cudaSuccess)
-            return error;
-    }
-    return cudaSuccess;
+    cudaFuncAttributes attributes = {}; /* loads the kernel now, not at its first launch */
+    cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void *>(anchor));
+    if (error == cudaSuccess)
+        error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void *>(score));
+    overlaps = error == cudaSuccess && attributes.ptxVersion >= 90;
+    return error;
 }
 
 bool takes(const dkv_cu_device *, const dkv_cu_block *block)
@@ -278,41 +282,47 @@ bool takes(const dkv_cu_device *, const dkv_cu_block *block)
 
 size_t unit_bytes(const dkv_cu_block *block)
 {
-    const size_t ranges = items_of(*block, kernel_anchor);
-    return sizeof(double) * ((ranges + 1) * block->head_dim + 1);
+    return block->source == DKV_SOURCE_KEY_ANGLE ? anchor_bytes(block->n_valid, block->head_dim)
+                                                 : 0;
 }
 
 size_t extra_bytes(const dkv_cu_device *, const dkv_cu_wave *, uint32_t, uint32_t n)
 {
-    return sizeof(uint32_t) * (n + 1) * n_kernels;
+    return sizeof(launch_list) + n * (sizeof(place) + sizeof(unsigned));
 }
 
-void fill(const dkv_cu_device *, const dkv_cu_wave *wave, uint32_t first, uint32_t n, void *extra)
+void fill(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t first, uint32_t n,
+          void *extra)
 {
-    uint32_t *at = static_cast<uint32_t *>(extra);
-    for (int kernel = 0; kernel < n_kernels; kernel++) {
-        uint32_t items = 0;
-        for (uint32_t u = 0; u < n; u++) {
-            *at++ = items;
-            items += items_of(wave->blocks_host[wave->units_host[first + u].block], kernel);
-        }
-        *at++ = items;
+    launch_list list = {{0, 0}, item_keys_for(device, wave, first, n), 0};
+    place *places = reinterpret_cast<place *>(static_cast<launch_list *>(extra) + 1);
+    unsigned *counters = reinterpret_cast<unsigned *>(places + n);
+    for (uint32_t u = 0; u < n; u++) {
+        const dkv_cu_block &block = block_of(wave, first + u);
+        places[u] = {{list.items[0], list.items[1]}, first + u, wave->units_host[first + u].block};
+        counters[u] = 0;
+        list.items[0] += block.source == DKV_SOURCE_KEY_ANGLE ? ranges_of(block.n_valid) : 0;
+        list.items[1] += ceil_div(block.n_valid, list.item_keys);
     }
+    *static_cast<launch_list *>(extra) = list;
 }
 
-cudaError_t launch(const dkv_cu_device *, const dkv_cu_wave *wave, uint32_t first, uint32_t n,
+cudaError_t launch(const dkv_cu_device *, const dkv_cu_wave *wave, uint32_t, uint32_t n,
                    const void *extra_host, const void *extra_device, cudaStream_t stream)
 {
-    const uint32_t *counts = static_cast<const uint32_t *>(extra_host);
-    const uint32_t *lists = static_cast<const uint32_t *>(extra_device);
-    void (*const kernels[n_kernels])(work_list) = {anchor, settle, score};
-    for (int kernel = 0; kernel < n_kernels; kernel++) {
-        const work_list work = {wave->blocks, wave->units + first, lists + kernel * (n + 1), n};
-        const uint32_t items = counts[kernel * (n + 1) + n];
-        if (items > 0)
-            kernels[kernel]<<<items, threads, 0, stream>>>(work);
-    }
-    return cudaGetLastError();
+    const launch_list &list = *static_cast<const launch_list *>(extra_host);
+    const place *places = reinterpret_cast<const place *>(
+        static_cast<const launch_list *>(extra_device) + 1);
+    unsigned *counters = reinterpret_cast<unsigned *>(const_cast<place *>(places + n));
+    const keys_args args = {wave->blocks, wave->units, places, counters, n, list.item_keys};
+    cudaError_t error = cudaSuccess;
+    if (list.items[0] > 0)
+        error = dkv_cu_launch(reinterpret_cast<const void *>(anchor), list.items[0], threads, 0,
+                              args, false, stream);
+    if (error == cudaSuccess)
+        error = dkv_cu_launch(reinterpret_cast<const void *>(score), list.items[1], threads, 0,
+                              args, overlaps && list.items[0] > 0, stream);
+    return error;
 }
 
 } // namespace
