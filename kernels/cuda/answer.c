@@ -143,9 +143,10 @@ static void copy_choice(const struct dkv_cu_slot *slot, const struct dkv_cu_pend
     const uint32_t *counts = (const uint32_t *)(const void *)(slot->io.base + pending->counts);
     uint64_t total = 0;
     for (uint32_t h = 0; h < heads; h++) {
-        total += counts[h];
+        const uint32_t count = pending->ends ? counts[h] - (uint32_t)total : counts[h];
+        total += count;
         if (item->plan->ragged)
-            item->counts_out[h] = counts[h];
+            item->counts_out[h] = count;
     }
     if (total > item->plan->keep_capacity)
         total = item->plan->keep_capacity;

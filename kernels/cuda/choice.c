@@ -18,6 +18,15 @@
 
 /* ---- a choice ---- */
 
+static enum dkv_cu_range range_of(enum dkv_source source, bool any_sign)
+{
+    switch (source) {
+    case DKV_SOURCE_KEY_NORM: return DKV_CU_RANGE_NORM;
+    case DKV_SOURCE_KEY_ANGLE: return DKV_CU_RANGE_ANGLE;
+    default: return any_sign ? DKV_CU_RANGE_SIGNED : DKV_CU_RANGE_POSITIVE;
+    }
+}
+
 /* What select.h's spec says, and choose.h's: everything but memory. */
 static struct dkv_cu_choice describe_choice(const struct dkv_item *item, uint64_t keep)
 {
@@ -48,6 +57,8 @@ static struct dkv_cu_choice describe_choice(const struct dkv_item *item, uint64_
         .one_set = params->gqa == DKV_GQA_LAYER,
         .two_stages = rule->two_stages,
         .carry_largest = params->reduce == DKV_REDUCE_MAX,
+        .range = range_of(rule->source, dkv_policy_info(params->policy)->any_sign),
+        .no_factor = rule->source != DKV_SOURCE_ROWS,
         .alpha = params->alpha,
     };
 }
@@ -92,18 +103,32 @@ static enum dkv_status stage_numbers(struct dkv_cu_engine *engine, struct dkv_it
     return status;
 }
 
-/* True if selection does this choice as it does a unit: heads keep the same number, of tokens whose
- * scores are not negative, and nothing is wanted but indices. The mean of all heads is not averaged
- * over tokens there, and the second stage needs pooled scores that are no sums. */
-static bool is_simple(const struct dkv_cu_engine *engine, const struct dkv_item *item,
-                      const struct dkv_cu_choice *choice)
+/* Which kernel of selection does this choice, where nothing is wanted but indices: as a unit, if
+ * heads keep the same number, of tokens whose scores are not negative; the mean of all heads is not
+ * averaged over tokens there, and the second stage needs pooled scores that are no sums. Or with
+ * any scores, if they are no averages, and no head's own best are safe beside what is protected. */
+static enum dkv_cu_simple simple_form(const struct dkv_cu_engine *engine,
+                                      const struct dkv_item *item,
+                                      const struct dkv_cu_choice *choice)
 {
-    const bool sums = choice->pool == DKV_POOL_AVG;
-    return choice->mode == DKV_HEADS_UNIFORM && choice->each == NULL && choice->chunk == 1 &&
-           choice->carry == NULL && choice->mask == NULL && item->scores_out == NULL &&
-           !dkv_policy_info(item->params->policy)->any_sign && choice->window != choice->n &&
-           !(choice->one_set && (choice->two_stages || sums)) && !(choice->two_stages && sums) &&
-           !dkv_cu_select_needs_keys(&engine->device, choice->n);
+    const bool sums = choice->pool == DKV_POOL_AVG, joint = choice->mode == DKV_HEADS_GLOBAL;
+    const uint32_t protect = choice->sinks + choice->recent;
+    if (choice->each != NULL || choice->carry != NULL || choice->mask != NULL ||
+        item->scores_out != NULL || choice->window == choice->n ||
+        !(joint || choice->mode == DKV_HEADS_UNIFORM))
+        return DKV_CU_SIMPLE_NOT;
+    if (!joint && choice->chunk == 1 && !dkv_policy_info(item->params->policy)->any_sign)
+        return (sums && (choice->one_set || choice->two_stages)) ||
+                       (choice->one_set && choice->two_stages) ||
+                       dkv_cu_select_needs_keys(&engine->device, choice->n)
+                   ? DKV_CU_SIMPLE_NOT
+                   : DKV_CU_SIMPLE_PLAIN;
+    const uint64_t all = (uint64_t)choice->stride * (joint ? choice->heads : 1);
+    if (sums || choice->one_set || choice->two_stages || all > DKV_CU_SELECT_ANY_MAX ||
+        (joint && (protect == 0 || choice->min_keep > protect)) ||
+        (choice->pooled == NULL && dkv_cu_select_needs_keys(&engine->device, (uint32_t)all)))
+        return DKV_CU_SIMPLE_NOT;
+    return DKV_CU_SIMPLE_ANY;
 }
 
 /* Adds the choice to the wave, in which there is room for what it needs but scratch. */
@@ -129,7 +154,7 @@ static enum dkv_status add_choice(struct dkv_cu_engine *engine, struct dkv_cu_sl
                                            err);
     if (status == DKV_OK)
         status = stage_numbers(engine, item, item->block->carry_in, &added->carry, err);
-    added->simple = is_simple(engine, item, added);
+    added->simple = simple_form(engine, item, added);
     return status;
 }
 

@@ -103,6 +103,7 @@ struct dkv_cu_pending_choice {
     size_t counts; /* [kv_heads], then the indices */
     size_t keep;
     size_t scores; /* 0: not wanted */
+    bool ends;     /* counts are added up, head by head */
 };
 
 struct dkv_cu_slot {

@@ -170,7 +170,7 @@ struct dkv_cu_choice {
     const float *weight;  /* [heads][n]: of criticalkv; NULL: 1 */
     const float *carry;   /* [heads][n]: scores of earlier calls; NULL: none */
     const uint32_t *each; /* [heads] tokens of each head; NULL: `keep` */
-    uint32_t *counts_out; /* [heads] */
+    uint32_t *counts_out; /* [heads]; of several heads that are joined in selection: the ends */
     int32_t *keep_out;    /* [capacity], head after head */
     float *scores_out;    /* [heads][n], as reported; NULL if not wanted */
     uint32_t capacity;
@@ -193,8 +193,26 @@ struct dkv_cu_choice {
     uint32_t one_set;
     uint32_t two_stages;
     uint32_t carry_largest; /* a maximum goes on, not a sum */
-    uint32_t simple;        /* selection does it, head by head or by the mean of all */
+    uint32_t simple;        /* enum dkv_cu_simple */
+    uint32_t range;         /* enum dkv_cu_range */
+    uint32_t no_factor;     /* all exponents are 0 */
     double alpha;
+};
+
+/* Choices that selection does. */
+enum dkv_cu_simple {
+    DKV_CU_SIMPLE_NOT = 0,
+    DKV_CU_SIMPLE_PLAIN, /* as units: head by head, or by the mean of all; scores are not negative
+                          */
+    DKV_CU_SIMPLE_ANY,   /* scores of any sign, chunks, the best of all heads: select_any.cu */
+};
+
+/* Where a block's scores are, as a rule: what the search for the cut tells apart first. */
+enum dkv_cu_range {
+    DKV_CU_RANGE_POSITIVE = 0,
+    DKV_CU_RANGE_SIGNED,
+    DKV_CU_RANGE_NORM,  /* below 0, within a few octaves */
+    DKV_CU_RANGE_ANGLE, /* -1 to 1 */
 };
 
 #define DKV_CU_CHOICE_BINS (3u * 2048u + 16u)
@@ -273,6 +291,8 @@ cudaError_t dkv_cu_mask_launch(const struct dkv_cu_wave *wave, cudaStream_t stre
 /* Selection over all units but those of chosen blocks, and over simple choices: pools, selects,
  * writes keep_out, counts_out and scores_out. */
 cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device); /* sets both fields above */
+/* Tokens of all heads that are selected from by DKV_CU_SIMPLE_ANY, at most. */
+#define DKV_CU_SELECT_ANY_MAX 0x3fffffu
 /* True if a unit of n tokens needs unit.keys. */
 bool dkv_cu_select_needs_keys(const struct dkv_cu_device *device, uint32_t n_valid);
 size_t dkv_cu_select_extra_bytes(const struct dkv_cu_device *device,

@@ -96,35 +96,36 @@ __device__ __forceinline__ plain_range plain_of(const select_task &t, const sele
 /* Keys of a chunk's plain fours first .. last-1, of which `window` is where the first one's window
  * starts. */
 template <int kernel>
-__device__ __forceinline__ void build_plain(const select_task &t, select_state &s, uint32_t first,
-                                            uint32_t last, const float *window, unsigned *keys)
+__device__ __forceinline__ void build_plain(const select_task &t, select_state<select_task> &s,
+                                            uint32_t first, uint32_t last, const float *window,
+                                            unsigned *keys)
 {
 #pragma unroll 1
     for (uint32_t i = 4 * threadIdx.x; first + i < last; i += 4 * blockDim.x) {
         const uint4 key = select_plain_keys<kernel>(t, first + i, window + i);
         *reinterpret_cast<uint4 *>(keys + i) = key;
-        select_count_four(s.histogram, key);
+        select_count_four(t, s.histogram, key);
     }
 }
 
 /* Those of any tokens first .. last-1, which end in whole fours; past the end of the unit they are
  * 0. */
-static __device__ __noinline__ void build_any(select_state &s, uint32_t first, uint32_t last,
-                                              const float *window, unsigned *keys)
+static __device__ __noinline__ void build_any(select_state<select_task> &s, uint32_t first,
+                                              uint32_t last, const float *window, unsigned *keys)
 {
     for (uint32_t i = threadIdx.x; first + i < last; i += blockDim.x) {
         const unsigned key = first + i < s.task.n ? select_any_key(s.task, first + i, window + i)
                                                   : 0;
         keys[i] = key;
         if (key != 0)
-            atomicAdd(s.histogram + select_window_bin(key), 1u);
+            atomicAdd(s.histogram + select_window_bin(s.task, key), 1u);
     }
 }
 
 /* Pools the part's tokens, stores their keys and counts their first digits. `stage` holds
  * pool_tokens scores and a window's margins; where it has all raw scores they are left there. */
-__device__ __forceinline__ void build_keys(const select_task &t, select_state &s, select_part &p,
-                                           uint32_t pool_tokens, float *stage)
+__device__ __forceinline__ void build_keys(const select_task &t, select_state<select_task> &s,
+                                           select_part &p, uint32_t pool_tokens, float *stage)
 {
     const uint32_t half = t.kernel / 2;
     const uint32_t margin = (half + 3) & ~3; /* so that loads stay aligned to 16 bytes */
@@ -192,7 +193,7 @@ static __device__ __noinline__ void copy_to_heads(const select_task &t, uint32_t
 
 /* Writes the kept indices in order: each warp owns a run of tokens, each lane four at a time. */
 template <int threads, bool crews>
-__device__ __forceinline__ void write_kept(const select_crew &crew, select_state &s,
+__device__ __forceinline__ void write_kept(const select_crew &crew, select_state<select_task> &s,
                                            const select_part &p)
 {
     constexpr int n_warps = threads / 32;
@@ -245,7 +246,7 @@ __device__ __forceinline__ void write_kept(const select_crew &crew, select_state
 
 /* What the first stage keeps, those that the cut is not before, becomes safe; keys become those of
  * the second stage, and their first digits are counted. */
-static __device__ __noinline__ void begin_second_stage(select_state &s, select_part p)
+static __device__ __noinline__ void begin_second_stage(select_state<select_task> &s, select_part p)
 {
     __syncthreads(); /* if the first stage keeps nothing, its keys may still be counted */
     const select_candidate cut = s.cut;
@@ -262,7 +263,7 @@ static __device__ __noinline__ void begin_second_stage(select_state &s, select_p
                                               (s.task.weight ? s.task.weight[i] : 1.0f));
         const unsigned key = is_safe ? 0x80000000u | bits : bits + 2;
         p.keys[i - p.begin] = key;
-        atomicAdd(s.histogram + select_window_bin(key), 1u);
+        atomicAdd(s.histogram + select_window_bin(s.task, key), 1u);
     }
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -285,16 +286,6 @@ __device__ __noinline__ void finish_task(select_task &t)
         t.descale = ldexpf(1.0f, -*t.exponent);
 }
 
-/* Which unit, and as which member of which crew. Without seats the units follow each other, a
- * cluster each. */
-__device__ __forceinline__ select_seat seat_of(const select_seat *seats, uint32_t cluster)
-{
-    if (seats)
-        return seats[blockIdx.x];
-    return {blockIdx.x >> (31 - __clz(cluster)), static_cast<uint16_t>(blockIdx.x & (cluster - 1)),
-            static_cast<uint16_t>(cluster)};
-}
-
 /* Dynamic shared memory: the state, in a cluster the exchange with a list of `listed`, then
  * pool_tokens scores with a window's margins, then the keys of the block's part (unless they are in
  * task.keys). */
@@ -304,10 +295,10 @@ __global__ void __launch_bounds__(threads, 1024 / threads)
                   uint32_t pool_tokens, uint32_t listed)
 {
     extern __shared__ __align__(16) unsigned char memory[];
-    select_state &s = *reinterpret_cast<select_state *>(memory);
-    float *stage = reinterpret_cast<float *>(memory + sizeof(select_state) +
+    select_state<select_task> &s = *reinterpret_cast<select_state<select_task> *>(memory);
+    float *stage = reinterpret_cast<float *>(memory + sizeof(select_state<select_task>) +
                                              (crews ? select_exchange_bytes(listed) : 0));
-    const select_seat seat = seat_of(seats, cluster);
+    const select_seat seat = select_seat_of(seats, cluster);
     if (seat.size == 0)
         return;
     const uint32_t log_size = 31 - __clz(seat.size);

@@ -9,21 +9,11 @@
 #ifndef DKV_KERNELS_CUDA_SELECT_CUT_CUH
 #define DKV_KERNELS_CUDA_SELECT_CUT_CUH
 
-#include "kernels/cuda/select_crew.cuh"
 #include "kernels/cuda/select_keys.cuh"
 
 constexpr unsigned select_no_index = 0x3fffffu; /* behind all tokens */
 
-/* One block's share of a unit: tokens begin..end-1 and their keys. */
-struct select_part {
-    uint32_t *keys;   /* padded to whole fours */
-    const float *raw; /* scores from token raw_first on; NULL: they do not count */
-    uint32_t raw_first;
-    uint32_t begin;
-    uint32_t end;
-};
-
-/* A token in full. */
+/* A token in full; `index` is select_order(). */
 struct alignas(16) select_candidate {
     unsigned long long second;
     unsigned key;
@@ -40,8 +30,9 @@ struct alignas(16) select_found {
     unsigned first;  /* how many of those are of lower ranks */
 };
 
-/* In shared memory, followed by a select_exchange if the launch has clusters. */
-struct alignas(16) select_state {
+/* In shared memory, followed by a select_exchange if the launch has clusters. `tokens` is what is
+ * selected from: a select_task, or a select_any_task (select_any.cuh). */
+template <class tokens> struct alignas(16) select_state {
     select_mailbox box;
     unsigned histogram[select_bins];           /* of this block */
     select_listing ranked[select_ranked];      /* candidates */
@@ -52,78 +43,70 @@ struct alignas(16) select_state {
     unsigned warp_counts[select_threads / 32];
     select_found found;
     select_candidate cut; /* what of it is decided so far; at first 0, 0, 0, select_no_index */
-    select_task task;     /* for functions out of line */
+    tokens task;          /* for functions out of line */
 };
 
-__device__ inline select_exchange &select_exchange_of(select_state &s)
+template <class tokens>
+__device__ inline select_exchange &select_exchange_of(select_state<tokens> &s)
 {
     return *reinterpret_cast<select_exchange *>(&s + 1);
 }
 
 /* Round r looks at `width` bits from `shift` on of a number. The first one looks at the keys' bits
- * from 19 on, sixteenths of octaves, of which a window of 128 octaves is told apart: raw scores of
- * 2^-109 to 2^19. Where the cut is not in it, the search begins anew with all bits. */
+ * from select_first_shift() on, of which a window is told apart (select_window_bin()). Where the
+ * cut is not in it, the search begins anew with all bits. */
 struct select_digit {
     int number; /* 0 key, 1 second, 2 raw, 3 index */
     int shift;
     int width;
 };
 
-constexpr int select_window_shift = 19;
-constexpr int select_window_base = 98 * 16;
 enum { select_round_window = 0, select_round_whole = 3, select_round_ties = 6, select_rounds = 17 };
 __device__ constexpr select_digit select_tie_digits[select_rounds - select_round_ties] = {
     {1, 53, 11}, {1, 42, 11}, {1, 31, 11}, {1, 20, 11}, {1, 9, 11}, {1, 0, 9},
-    {2, 20, 11}, {2, 9, 11},  {2, 0, 9},   {3, 11, 11}, {3, 0, 11}};
+    {2, 21, 11}, {2, 10, 11}, {2, 0, 10},  {3, 11, 11}, {3, 0, 11}};
 
-/* Of all rounds but the first. Those of the key are made up: a table would have to be fetched. */
-__device__ inline select_digit select_digit_of(int round)
+/* Of all rounds but the first, whose bits begin at `first`. Those of the key are made up: a table
+ * would have to be fetched. */
+__device__ inline select_digit select_digit_of(int round, int first)
 {
     if (round >= select_round_ties)
         return select_tie_digits[round - select_round_ties];
     if (round >= select_round_whole)
         return {0, round == 3 ? 21 : round == 4 ? 10 : 0, round == 5 ? 10 : 11};
-    return {0, round == 1 ? 8 : 0, round == 2 ? 8 : 11};
-}
-
-__device__ inline unsigned select_window_bin(unsigned key)
-{
-    const int bin = static_cast<int>(key >> select_window_shift) - select_window_base;
-    return static_cast<unsigned>(min(max(bin, 0), select_bins - 1));
-}
-
-__device__ inline bool select_has_second(const select_task &t)
-{
-    return t.average || t.mask;
+    return {0, round == 1 ? first - 11 : 0, round == 2 ? first - 11 : 11};
 }
 
 /* Adds the first digits of four keys. One at a time: the hardware counts lanes that add one to the
  * same bin, and bins of neighbours often agree, since pooling makes plateaus. */
-__device__ inline void select_count_four(unsigned *histogram, const uint4 &four)
+template <class tokens>
+__device__ inline void select_count_four(const tokens &t, unsigned *histogram, const uint4 &four)
 {
     const unsigned key[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
     for (int q = 0; q < 4; q++)
         if (key[q] != 0)
-            atomicAdd(histogram + select_window_bin(key[q]), 1u);
+            atomicAdd(histogram + select_window_bin(t, key[q]), 1u);
 }
 
 /* A number of a token, complemented where low ones come first. */
-__device__ inline unsigned long long select_number(const select_task &t, int number, unsigned key,
+template <class tokens>
+__device__ inline unsigned long long select_number(const tokens &t, int number, unsigned key,
                                                    uint32_t i)
 {
     switch (number) {
     case 0: return key;
     case 1: return select_second(t, i);
     case 2: return select_raw_of(t, i);
-    default: return ~i & select_no_index;
+    default: return ~select_order(t, i) & select_no_index;
     }
 }
 
 /* True if all numbers before `number` are the decided ones, and of that one the bits from `shift`
  * on. */
-static __device__ __noinline__ bool select_agrees(const select_state &s, int number, int shift,
-                                                  unsigned key, uint32_t i)
+template <class tokens>
+static __device__ __noinline__ bool select_agrees(const select_state<tokens> &s, int number,
+                                                  int shift, unsigned key, uint32_t i)
 {
     for (int n = 0; n <= number; n++) {
         if (n == 1 && !select_has_second(s.task))
@@ -140,9 +123,9 @@ static __device__ __noinline__ bool select_agrees(const select_state &s, int num
 }
 
 /* Calls use(key, token) for the part's tokens whose keys agree with the cut from bit `below` on. */
-template <typename Use>
-__device__ __forceinline__ void select_for_matching(const select_state &s, const select_part &p,
-                                                    int below, Use use)
+template <class tokens, typename Use>
+__device__ __forceinline__ void select_for_matching(const select_state<tokens> &s,
+                                                    const select_part &p, int below, Use use)
 {
     const unsigned want = s.cut.key;
     const unsigned mask = below < 32 ? ~0u << below : 0;
@@ -165,8 +148,8 @@ __device__ __forceinline__ void select_for_matching(const select_state &s, const
 
 /* The same for tokens with the cut's key that agree in the numbers behind it. Out of line, as all
  * that is needed where keys tie. */
-template <typename Use>
-__device__ __forceinline__ void select_for_ties(const select_state &s, const select_part &p,
+template <class tokens, typename Use>
+__device__ __forceinline__ void select_for_ties(const select_state<tokens> &s, const select_part &p,
                                                 int number, int shift, Use use)
 {
     select_for_matching(s, p, 0, [&](unsigned key, uint32_t i) {
@@ -175,7 +158,8 @@ __device__ __forceinline__ void select_for_ties(const select_state &s, const sel
     });
 }
 
-static __device__ __noinline__ void select_count_ties(select_state &s, select_part p,
+template <class tokens>
+static __device__ __noinline__ void select_count_ties(select_state<tokens> &s, select_part p,
                                                       select_digit d)
 {
     const int above = d.shift + d.width;
@@ -188,7 +172,9 @@ static __device__ __noinline__ void select_count_ties(select_state &s, select_pa
 }
 
 /* Histogram of digit d, not the first, over the part's tokens that share all digits before. */
-__device__ inline void select_count(select_state &s, const select_part &p, const select_digit &d)
+template <class tokens>
+__device__ inline void select_count(select_state<tokens> &s, const select_part &p,
+                                    const select_digit &d)
 {
     if (d.number > 0) {
         select_count_ties(s, p, d);
@@ -214,8 +200,9 @@ __device__ inline void select_decide(select_candidate &cut, const select_digit &
 
 /* Finds the bin that holds the `wanted`-th best of the tokens counted, of which each thread has the
  * `per` bins below those of the thread before it. `before`: of each bin, what lower ranks have. */
-template <int threads, int per>
-__device__ __forceinline__ select_found select_scan(select_state &s, const uint4 (&bins)[per / 4],
+template <int threads, int per, class tokens>
+__device__ __forceinline__ select_found select_scan(select_state<tokens> &s,
+                                                    const uint4 (&bins)[per / 4],
                                                     const unsigned *before, unsigned wanted)
 {
     const int lane = threadIdx.x % 32;
@@ -258,8 +245,9 @@ __device__ __forceinline__ select_found select_scan(select_state &s, const uint4
 
 /* The same of the block's histogram, which is cleared. Out of line, since it comes again: code is
  * slow where it runs for the first time. */
-template <int threads>
-static __device__ __noinline__ select_found select_find_own_bin(select_state &s, unsigned wanted)
+template <int threads, class tokens>
+static __device__ __noinline__ select_found select_find_own_bin(select_state<tokens> &s,
+                                                                unsigned wanted)
 {
     constexpr int per = select_bins / threads;
     uint4 *own = reinterpret_cast<uint4 *>(s.histogram + select_bins - per * (threadIdx.x + 1));
@@ -274,9 +262,10 @@ static __device__ __noinline__ select_found select_find_own_bin(select_state &s,
 }
 
 /* The same of the crew's, if it has several blocks. */
-template <int threads, bool crews>
-__device__ __forceinline__ select_found select_find_bin(const select_crew &crew, select_state &s,
-                                                        unsigned wanted, select_parity &parity)
+template <int threads, bool crews, class tokens>
+__device__ __forceinline__ select_found select_find_bin(const select_crew &crew,
+                                                        select_state<tokens> &s, unsigned wanted,
+                                                        select_parity &parity)
 {
 #if __CUDA_ARCH__ >= 900
     if (crews && crew.size > 1) {
@@ -295,7 +284,8 @@ __device__ __forceinline__ select_found select_find_bin(const select_crew &crew,
 }
 
 /* Adds to s.ahead what lower ranks have in bins from `lowest` on. */
-__device__ inline void select_add_ahead(select_state &s, unsigned lowest)
+template <class tokens>
+__device__ inline void select_add_ahead(select_state<tokens> &s, unsigned lowest)
 {
     const unsigned first = 4 * threadIdx.x;
     const uint4 before = *reinterpret_cast<const uint4 *>(select_exchange_of(s).before + first);
@@ -318,15 +308,19 @@ __device__ inline bool select_better(const select_candidate &a, const select_can
 }
 
 /* A token of the part, which has this key, in full. */
-__device__ inline select_candidate select_candidate_of(const select_task &t, unsigned key,
-                                                       uint32_t i)
+template <class tokens>
+__device__ inline select_candidate select_candidate_of(const tokens &t, unsigned key, uint32_t i)
 {
-    return {
-        select_has_second(t) ? select_second(t, i) : 0ull, key, select_raw_of(t, i), i, {0, 0, 0}};
+    return {select_has_second(t) ? select_second(t, i) : 0ull,
+            key,
+            select_raw_of(t, i),
+            select_order(t, i),
+            {0, 0, 0}};
 }
 
 /* Clears the keys of tokens that tie with the cut's key and are behind it. */
-static __device__ __noinline__ void select_settle_ties(select_state &s, select_part p)
+template <class tokens>
+static __device__ __noinline__ void select_settle_ties(select_state<tokens> &s, select_part p)
 {
     select_for_matching(s, p, 0, [&](unsigned key, uint32_t i) {
         if (select_better(s.cut, select_candidate_of(s.task, key, i)))

@@ -17,6 +17,7 @@
 #define DKV_KERNELS_CUDA_SELECT_KEYS_CUH
 
 #include "kernels/cuda/device.cuh"
+#include "kernels/cuda/select_crew.cuh"
 
 /* What selection needs to know of a unit; made by the host. Kernels keep it in registers, since the
  * compiler must take memory for changing; rarely used functions out of line read a copy in shared
@@ -50,6 +51,15 @@ struct select_task {
     uint32_t plain;  /* the kernel, if select_plain_keys() has it and there is no more to do */
     uint32_t average;
     float descale; /* applied twice; known after scoring */
+};
+
+/* One block's share of a unit: tokens begin..end-1 and their keys. */
+struct select_part {
+    uint32_t *keys;   /* padded to whole fours */
+    const float *raw; /* scores from token raw_first on; NULL: they do not count */
+    uint32_t raw_first;
+    uint32_t begin;
+    uint32_t end;
 };
 
 /* ---- pooling ---- */
@@ -150,6 +160,35 @@ __device__ inline float select_max_of(const float *window, uint32_t kernel)
     return best;
 }
 
+/* ---- the first digit ---- */
+
+/* Bins of sixteenths of octaves in a window of 128 octaves: raw scores of 2^-109 to 2^19. The first
+ * and the last bin have what is outside. */
+constexpr int select_window_shift = 19;
+constexpr int select_window_base = 98 * 16;
+
+__device__ inline constexpr int select_first_shift(const select_task &)
+{
+    return select_window_shift;
+}
+
+__device__ inline unsigned select_window_bin(const select_task &, unsigned key)
+{
+    const int bin = static_cast<int>(key >> select_window_shift) - select_window_base;
+    return static_cast<unsigned>(min(max(bin, 0), select_bins - 1));
+}
+
+__device__ inline bool select_is_end(const select_task &, unsigned bin)
+{
+    return bin == 0 || bin == select_bins - 1;
+}
+
+/* The lowest key in a bin that is no end. */
+__device__ inline unsigned select_lowest_in(const select_task &, unsigned bin)
+{
+    return (bin + select_window_base) << select_window_shift;
+}
+
 /* ---- keys ---- */
 
 __device__ inline unsigned select_raw_bits(float raw)
@@ -161,6 +200,28 @@ __device__ inline unsigned select_raw_bits(float raw)
 __device__ inline unsigned select_raw_of(const select_task &t, uint32_t i)
 {
     return t.second ? 0 : select_raw_bits(t.scores[i]);
+}
+
+/* The same, of a candidate. */
+__device__ inline unsigned select_listed_raw(const select_task &, const select_part &p, uint32_t i)
+{
+    return p.raw ? select_raw_bits(p.raw[i - p.raw_first]) : 0;
+}
+
+__device__ inline bool select_has_second(const select_task &t)
+{
+    return t.average || t.mask;
+}
+
+/* A token's number in the order that decides last, and back. */
+__device__ inline uint32_t select_order(const select_task &, uint32_t i)
+{
+    return i;
+}
+
+__device__ inline uint32_t select_token_of(const select_task &, uint32_t order)
+{
+    return order;
 }
 
 /* What the key leaves out of token i's pooled score. */

@@ -11,12 +11,10 @@
 
 /* Calls put(place, listing) for the part's tokens that agree with `want` from bit `low` of the key
  * on; places are counted in *n. */
-template <typename Put>
-__device__ __forceinline__ void select_collect(const select_part &p, unsigned want, int low,
-                                               unsigned *n, Put put)
+template <class tokens, typename Put>
+__device__ __forceinline__ void select_collect(const tokens &t, const select_part &p, unsigned want,
+                                               int low, unsigned *n, Put put)
 {
-    const bool by_raw = p.raw != nullptr;
-    const float *raw = p.raw - p.raw_first;
 #pragma unroll 1
     for (uint32_t i = p.begin + 4 * threadIdx.x; i < p.end; i += 4 * blockDim.x) {
         const uint4 four = *reinterpret_cast<const uint4 *>(p.keys + (i - p.begin));
@@ -26,39 +24,43 @@ __device__ __forceinline__ void select_collect(const select_part &p, unsigned wa
         if (!(is_one[0] | is_one[1] | is_one[2] | is_one[3]))
             continue;
         const unsigned key[4] = {four.x, four.y, four.z, four.w};
-        float score[4];
+        unsigned raw[4];
 #pragma unroll
         for (int q = 0; q < 4; q++)
-            score[q] = is_one[q] && by_raw ? raw[i + q] : 0.0f;
+            raw[q] = is_one[q] ? select_listed_raw(t, p, i + q) : 0;
         unsigned at = atomicAdd(n, is_one[0] + is_one[1] + is_one[2] + is_one[3]);
 #pragma unroll
         for (int q = 0; q < 4; q++)
             if (is_one[q])
-                put(at++, select_listing{select_raw_bits(score[q]), key[q], i + q, 0});
+                put(at++, select_listing{raw[q], key[q], select_order(t, i + q), 0});
     }
 }
 
 /* What is known of a candidate that `ahead` others are better than: it is the cut, or behind it and
  * its key is cleared, if `clears`, or one that a lower rank keeps. */
-__device__ __forceinline__ void select_place(select_state &s, const select_part &p,
+template <class tokens>
+__device__ __forceinline__ void select_place(select_state<tokens> &s, const select_part &p,
                                              const select_candidate &mine, unsigned ahead,
                                              unsigned wanted, bool clears)
 {
+    const uint32_t token = select_token_of(s.task, mine.index);
     if (ahead + 1 == wanted)
         s.cut = mine;
-    if (ahead < wanted && mine.index < p.begin)
+    if (ahead < wanted && token < p.begin)
         atomicAdd(&s.ahead, 1u);
-    if (clears && ahead >= wanted && mine.index >= p.begin && mine.index < p.end)
-        p.keys[mine.index - p.begin] = 0;
+    if (clears && ahead >= wanted && token >= p.begin && token < p.end)
+        p.keys[token - p.begin] = 0;
 }
 
 /* select_rank() where keys leave something out. */
-static __device__ __noinline__ void select_rank_seconds(select_state &s, select_part p,
+template <class tokens>
+static __device__ __noinline__ void select_rank_seconds(select_state<tokens> &s, select_part p,
                                                         unsigned count, unsigned wanted,
                                                         bool clears)
 {
     if (threadIdx.x < count)
-        s.seconds[threadIdx.x] = select_second(s.task, s.ranked[threadIdx.x].index);
+        s.seconds[threadIdx.x] = select_second(
+            s.task, select_token_of(s.task, s.ranked[threadIdx.x].index));
     __syncthreads();
     if (threadIdx.x < count) {
         const auto candidate = [&](unsigned i) {
@@ -77,9 +79,9 @@ static __device__ __noinline__ void select_rank_seconds(select_state &s, select_
 /* The `wanted`-th best of the `count` candidates is the cut; the keys of this block's tokens that
  * are behind it are cleared, and what lower ranks keep is added to s.ahead. Several threads a
  * candidate, each comparing it with its share of the others. */
-template <int threads>
-__device__ __forceinline__ void select_rank(select_state &s, const select_part &p, unsigned count,
-                                            unsigned wanted, bool clears)
+template <int threads, class tokens>
+__device__ __forceinline__ void select_rank(select_state<tokens> &s, const select_part &p,
+                                            unsigned count, unsigned wanted, bool clears)
 {
     constexpr int log_threads = threads == select_threads ? select_log_threads : 7;
     static_assert(1 << log_threads == threads, "a shift, as division would be much code");
@@ -112,8 +114,8 @@ __device__ __forceinline__ void select_rank(select_state &s, const select_part &
 /* In a crew: settles which of its `all` tokens that agree with `key` from bit `low` on are kept,
  * `wanted` of them. False if more tie in their keys than can be ranked here; `wanted` of those are
  * then kept, and their key is the cut's. */
-template <int threads>
-__device__ __forceinline__ bool select_finish_crew(const select_crew &crew, select_state &s,
+template <int threads, class tokens>
+__device__ __forceinline__ bool select_finish_crew(const select_crew &crew, select_state<tokens> &s,
                                                    const select_part &p, unsigned key, int low,
                                                    const select_found &found, unsigned &wanted,
                                                    bool clears, select_parity &parity)
@@ -121,7 +123,7 @@ __device__ __forceinline__ bool select_finish_crew(const select_crew &crew, sele
     select_listing *list = select_exchange_of(s).list;
     const unsigned all = found.inside;
     unsigned count = all;
-    select_collect(p, key, low, &s.n_mine,
+    select_collect(s.task, p, key, low, &s.n_mine,
                    [&](unsigned at, const select_listing &l) { list[found.first + at] = l; });
     __syncthreads();
 #if __CUDA_ARCH__ >= 900
@@ -151,11 +153,11 @@ __device__ __forceinline__ bool select_finish_crew(const select_crew &crew, sele
     for (unsigned i = threadIdx.x; i < all; i += threads) {
         const select_listing l = list[i];
         if ((l.key ^ key) >> low != 0)
-            ahead += l.key > key && l.index < p.begin;
+            ahead += l.key > key && select_token_of(s.task, l.index) < p.begin;
         else if (ranks)
             s.ranked[atomicAdd(&s.n_ranked, 1u)] = l;
         else
-            ahead += count == wanted && l.index < p.begin;
+            ahead += count == wanted && select_token_of(s.task, l.index) < p.begin;
     }
     if (ahead > 0)
         atomicAdd(&s.ahead, ahead);
@@ -170,27 +172,28 @@ __device__ __forceinline__ bool select_finish_crew(const select_crew &crew, sele
 }
 
 /* The same of a block alone, which has room for all of them in s.ranked. */
-template <int threads>
-__device__ __forceinline__ void select_finish_alone(select_state &s, const select_part &p,
+template <int threads, class tokens>
+__device__ __forceinline__ void select_finish_alone(select_state<tokens> &s, const select_part &p,
                                                     unsigned key, int low, unsigned all,
                                                     unsigned wanted, bool clears)
 {
-    select_collect(p, key, low, &s.n_ranked,
+    select_collect(s.task, p, key, low, &s.n_ranked,
                    [&](unsigned at, const select_listing &l) { s.ranked[at] = l; });
     select_rank<threads>(s, p, all, wanted, clears);
 }
 
 /* select_find_cut() from a later round on: the cut has the digits before. */
-template <int threads, bool crews>
-static __device__ __noinline__ void select_find_late(const select_crew &crew, select_state &s,
-                                                     select_part p, unsigned wanted, unsigned few,
-                                                     bool clears, int round, select_parity &parity)
+template <int threads, bool crews, class tokens>
+static __device__ __noinline__ void select_find_late(const select_crew &crew,
+                                                     select_state<tokens> &s, select_part p,
+                                                     unsigned wanted, unsigned few, bool clears,
+                                                     int round, select_parity &parity)
 {
     const bool several = crews && crew.size > 1;
     for (;;) {
         if (round == select_round_ties && !select_has_second(s.task))
             round += 6; /* on to raw scores */
-        const select_digit d = select_digit_of(round);
+        const select_digit d = select_digit_of(round, select_first_shift(s.task));
         select_count(s, p, d);
         const select_found found = select_find_bin<threads, crews>(crew, s, wanted, parity);
         wanted -= found.above;
@@ -227,20 +230,21 @@ static __device__ __noinline__ void select_find_late(const select_crew &crew, se
  * s.cut.key, once this returns, but that the keys of others that tie with it are 0, or still there
  * unless this `clears` them. The first digit is counted already; `listed` is how long a list can
  * be. */
-template <int threads, bool crews>
-__device__ __forceinline__ void select_find_cut(const select_crew &crew, select_state &s,
+template <int threads, bool crews, class tokens>
+__device__ __forceinline__ void select_find_cut(const select_crew &crew, select_state<tokens> &s,
                                                 const select_part &p, unsigned wanted,
                                                 unsigned listed, bool clears, select_parity &parity)
 {
+    const int shift = select_first_shift(s.task);
     const bool several = crews && crew.size > 1;
     const unsigned few = several ? listed : min(threads / 4, select_ranked);
     const select_found found = select_find_bin<threads, crews>(crew, s, wanted, parity);
-    if (found.bin == 0 || found.bin == select_bins - 1) {
+    if (select_is_end(s.task, found.bin)) {
         select_find_late<threads, crews>(crew, s, p, wanted, few, clears, select_round_whole,
                                          parity);
         return;
     }
-    const unsigned key = (found.bin + select_window_base) << select_window_shift;
+    const unsigned key = select_lowest_in(s.task, found.bin);
     wanted -= found.above;
     if (threadIdx.x == 0)
         s.cut.key = key;
@@ -252,13 +256,12 @@ __device__ __forceinline__ void select_find_cut(const select_crew &crew, select_
         return;
     }
     if (found.inside <= few && !several) {
-        select_finish_alone<threads>(s, p, key, select_window_shift, found.inside, wanted, clears);
+        select_finish_alone<threads>(s, p, key, shift, found.inside, wanted, clears);
         return;
     }
 #if __CUDA_ARCH__ >= 900
     if (crews && found.inside <= few) {
-        if (select_finish_crew<threads>(crew, s, p, key, select_window_shift, found, wanted, clears,
-                                        parity))
+        if (select_finish_crew<threads>(crew, s, p, key, shift, found, wanted, clears, parity))
             return;
         crew_wait_for_all(crew, s.box, parity.here);
         parity.here ^= 1;

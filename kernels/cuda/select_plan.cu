@@ -5,12 +5,20 @@
  * longest unit of a mixed batch does not hold up the rest, and a lone one has the device to itself.
  *
  * Units of chosen blocks (plan.h) have no seats. A simple choice is like so many units, one a head,
- * or like one if its heads are selected by their mean.
+ * or like one if its heads are selected together.
  */
-#include "kernels/cuda/select_plan.cuh"
+#include "kernels/cuda/select_tasks.cuh"
 
 namespace
 {
+
+/* There are two kernels, one for tasks of each kind; what is selected by one is a launch. */
+enum kind { kind_plain, kind_any, n_kinds };
+
+size_t task_bytes(kind k)
+{
+    return k == kind_plain ? sizeof(select_task) : sizeof(select_any_task);
+}
 
 constexpr uint32_t alone_tokens = 4096; /* up to which a second block would only cost time */
 constexpr uint32_t least_share = 2048;
@@ -21,6 +29,7 @@ constexpr uint32_t most_pool = 8192;
 constexpr uint32_t most_listed = 1024;
 
 struct shape {
+    kind of;
     uint32_t share;   /* tokens a block, at most where crews can be large enough */
     uint32_t cluster; /* the largest crew */
     bool alike;       /* every unit has such a crew: there is no list of seats */
@@ -32,54 +41,48 @@ struct shape {
     size_t shared_bytes;
 };
 
-size_t shared_bytes_of(uint32_t cluster, uint32_t pool_tokens, uint32_t listed, uint32_t key_tokens)
+size_t shared_bytes_of(kind k, uint32_t cluster, uint32_t pool_tokens, uint32_t listed,
+                       uint32_t key_tokens)
 {
-    return sizeof(select_state) + (cluster > 1 ? select_exchange_bytes(listed) : 0) +
-           (pool_tokens + DKV_KERNEL_MAX + 1) * sizeof(float) + key_tokens * sizeof(uint32_t);
+    const size_t state = k == kind_plain ? sizeof(select_state<select_task>)
+                                         : sizeof(select_state<select_any_task>);
+    const size_t pool = k == kind_plain ? (pool_tokens + DKV_KERNEL_MAX + 1) * sizeof(float) : 0;
+    return state + (cluster > 1 ? select_exchange_bytes(listed) : 0) + pool +
+           key_tokens * sizeof(uint32_t);
 }
 
 /* Keys that fit into one block's shared memory. */
 uint32_t shared_tokens(const dkv_cu_device *device)
 {
-    const size_t fixed = shared_bytes_of(select_crew_max, least_pool, most_listed, 0);
+    const size_t fixed = shared_bytes_of(kind_plain, select_crew_max, least_pool, most_listed, 0);
     return static_cast<uint32_t>((device->shared_bytes_max - fixed) / sizeof(uint32_t)) & ~31u;
 }
-
-/* What is selected by one crew. */
-struct subject {
-    const dkv_cu_unit *unit;     /* or NULL, and then */
-    const dkv_cu_choice *choice; /* its head, or all of them */
-    uint32_t head;
-    uint32_t n; /* tokens */
-};
 
 const dkv_cu_block &block_of(const dkv_cu_wave *wave, const dkv_cu_unit &unit)
 {
     return wave->blocks_host[unit.block];
 }
 
-/* Calls visit(subject) for all of the wave, in the order of their tasks. */
-template <class function> void for_each_subject(const dkv_cu_wave *wave, function visit)
+/* Calls visit(subject) for all of a kind in the wave, in the order of their tasks. */
+template <class function> void for_each_subject(const dkv_cu_wave *wave, kind k, function visit)
 {
-    for (uint32_t u = 0; u < wave->n_units; u++) {
+    for (uint32_t u = 0; k == kind_plain && u < wave->n_units; u++) {
         const dkv_cu_unit &unit = wave->units_host[u];
         const dkv_cu_block &block = block_of(wave, unit);
         if (!block.chosen)
-            visit(subject{&unit, nullptr, 0, block.n_valid});
+            visit(subject{&unit, nullptr, 0, block.n_valid, unit.keys != nullptr});
     }
     for (uint32_t c = 0; c < wave->n_choices; c++) {
         const dkv_cu_choice &choice = wave->choices_host[c];
-        for (uint32_t h = 0; choice.simple && h < (choice.one_set ? 1 : choice.heads); h++)
-            visit(subject{nullptr, &choice, h, choice.n});
+        const bool one = choice.one_set || is_joint(choice);
+        if (choice.simple == DKV_CU_SIMPLE_PLAIN && k == kind_plain)
+            for (uint32_t h = 0; h < (one ? 1 : choice.heads); h++)
+                visit(subject{nullptr, &choice, h, choice.n, false});
+        if (choice.simple == DKV_CU_SIMPLE_ANY && k == kind_any)
+            for (uint32_t h = 0; h < (one ? 1 : choice.heads); h++)
+                visit(subject{nullptr, &choice, h, row_of(choice) * (one ? choice.heads : 1),
+                              choice.pooled != nullptr});
     }
-}
-
-uint32_t log2_of(uint32_t size)
-{
-    uint32_t log_size = 0;
-    while (size >> (log_size + 1))
-        log_size++;
-    return log_size;
 }
 
 /* A power of two, so that crews fit together in clusters. */
@@ -99,10 +102,10 @@ struct seat_count {
     uint32_t seats_of_long; /* of those that can be spread */
 };
 
-seat_count count_seats(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t share)
+seat_count count_seats(const dkv_cu_device *device, const dkv_cu_wave *wave, kind k, uint32_t share)
 {
     seat_count count = {0, 1, 0, 0};
-    for_each_subject(wave, [&](const subject &x) {
+    for_each_subject(wave, k, [&](const subject &x) {
         const uint32_t size = crew_size(x.n, share, device->cluster_max);
         count.subjects++;
         count.cluster = size > count.cluster ? size : count.cluster;
@@ -113,18 +116,19 @@ seat_count count_seats(const dkv_cu_device *device, const dkv_cu_wave *wave, uin
     return count;
 }
 
-shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
+shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave, kind k)
 {
     shape s = {};
+    s.of = k;
     s.share = least_share;
     s.threads = select_threads;
     s.pool_tokens = least_pool;
     s.listed = most_listed;
     const uint32_t at_once = 2 * static_cast<uint32_t>(device->multiprocessors);
-    seat_count count = count_seats(device, wave, s.share);
+    seat_count count = count_seats(device, wave, k, s.share);
     while (s.share < most_share && count.seats_of_long > at_once && count.seats > count.subjects) {
         s.share *= 2;
-        count = count_seats(device, wave, s.share);
+        count = count_seats(device, wave, k, s.share);
     }
     s.n_tasks = count.subjects;
     s.n_seats = count.seats;
@@ -133,92 +137,27 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave)
     uint32_t tokens = 0;  /* of a block */
     uint32_t keys = 0;
     uint32_t crews = 0; /* of the largest size */
-    for_each_subject(wave, [&](const subject &x) {
+    for_each_subject(wave, k, [&](const subject &x) {
         const uint32_t size = crew_size(x.n, s.share, device->cluster_max);
         const uint32_t share = select_share(x.n, log2_of(size));
         crews += size == s.cluster;
         longest = x.n > longest ? x.n : longest;
         tokens = share > tokens ? share : tokens;
-        if ((!x.unit || !x.unit->keys) && share > keys)
+        if (share > keys && !(x.has_keys && (k == kind_plain || share > shared_tokens(device))))
             keys = share;
     });
     /* Two blocks should fit: a cluster then needs fewer multiprocessors to fall free. */
     const size_t half = static_cast<size_t>(device->shared_bytes_max / 2 - 1024);
-    if (shared_bytes_of(s.cluster, least_pool, s.listed, keys) > half)
+    if (shared_bytes_of(k, s.cluster, least_pool, s.listed, keys) > half)
         s.listed = select_least_listed;
     while (s.pool_tokens < tokens && s.pool_tokens < most_pool &&
-           shared_bytes_of(s.cluster, s.pool_tokens + least_pool, s.listed, keys) <= half)
+           shared_bytes_of(k, s.cluster, s.pool_tokens + least_pool, s.listed, keys) <= half)
         s.pool_tokens += least_pool;
     s.alike = crews == s.n_tasks;
-    if (s.cluster == 1 && longest <= crowd_tokens && s.n_tasks > at_once)
+    if (k == kind_plain && s.cluster == 1 && longest <= crowd_tokens && s.n_tasks > at_once)
         s.threads = select_crowd_threads;
-    s.shared_bytes = shared_bytes_of(s.cluster, s.pool_tokens, s.listed, keys);
+    s.shared_bytes = shared_bytes_of(k, s.cluster, s.pool_tokens, s.listed, keys);
     return s;
-}
-
-/* Tasks whose keys select_plain_keys() makes. */
-void find_plain(select_task &t)
-{
-    const bool plain = !t.average && !t.mask && !t.scores_out && t.lone_key == ~0u &&
-                       (t.kernel == 1 || t.kernel == 5 || t.kernel == 7 || t.kernel == 11);
-    t.plain = plain ? t.kernel : 0;
-}
-
-select_task task_of(const dkv_cu_block &block, const dkv_cu_unit &unit)
-{
-    select_task t = {};
-    t.scores = unit.scores;
-    t.mask = unit.mask;
-    t.exponent = unit.exponent;
-    t.scores_out = unit.scores_out;
-    t.keep_out = unit.keep_out;
-    t.keys = unit.keys;
-    t.heads = 1;
-    t.n = block.n_valid;
-    t.window = block.window;
-    t.keep = block.keep;
-    t.first_index = block.valid_from;
-    t.protected_end = block.sinks;
-    t.protected_begin = block.n_valid - block.recent;
-    t.lone_key = block.window == block.n_valid ? 0 : ~0u;
-    t.scope_begin = block.pool_prefix ? block.sinks : 0;
-    t.scope_end = block.pool_prefix ? t.protected_begin : t.n;
-    t.kernel = block.pool == DKV_POOL_NONE ? 1 : block.kernel;
-    t.average = block.pool == DKV_POOL_AVG;
-    find_plain(t);
-    return t;
-}
-
-select_task task_of(const dkv_cu_choice &choice, uint32_t head)
-{
-    const size_t row = static_cast<size_t>(head) * choice.stride;
-    const uint32_t protect = choice.sinks + choice.recent;
-    select_task t = {};
-    t.scores = choice.raw + row;
-    t.exponent = choice.exponents + head;
-    t.heads = choice.one_set ? choice.heads : 1;
-    if (choice.one_set) {
-        t.rows = choice.raw;
-        t.stride = choice.stride;
-        t.scores = choice.pool == DKV_POOL_NONE ? choice.raw : choice.pooled;
-    }
-    t.weight = choice.weight ? choice.weight + static_cast<size_t>(head) * choice.n : nullptr;
-    t.two_stages = choice.two_stages;
-    t.keep = choice.keep >= choice.n ? choice.n : choice.keep > protect ? choice.keep : protect;
-    t.counts_out = choice.counts_out + head;
-    t.keep_out = choice.keep_out + static_cast<size_t>(head) * t.keep;
-    t.n = choice.n;
-    t.window = choice.window;
-    t.first_index = choice.first_index;
-    t.protected_end = choice.sinks;
-    t.protected_begin = choice.n - choice.recent;
-    t.lone_key = ~0u;
-    t.scope_begin = choice.scope_begin;
-    t.scope_end = choice.scope_end;
-    t.kernel = choice.pool == DKV_POOL_NONE ? 1 : choice.kernel;
-    t.average = choice.pool == DKV_POOL_AVG;
-    find_plain(t);
-    return t;
 }
 
 /* `attributes` has room for two. */
@@ -260,17 +199,20 @@ extern "C" cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device)
 {
     cudaFuncAttributes attributes = {};
     const void *with_crews = select_kernel(select_threads, true);
-    cudaError_t error = prepare_kernel(device, select_kernel(select_crowd_threads, false),
-                                       &attributes);
-    if (error == cudaSuccess)
-        error = prepare_kernel(device, select_kernel(select_threads, false), &attributes);
-    if (error == cudaSuccess)
-        error = prepare_kernel(device, with_crews, &attributes);
+    const void *any_with_crews = select_any_kernel(true);
+    cudaError_t error = cudaSuccess;
+    for (const void *kernel :
+         {select_kernel(select_crowd_threads, false), select_kernel(select_threads, false),
+          select_any_kernel(false), any_with_crews, with_crews})
+        if (error == cudaSuccess)
+            error = prepare_kernel(device, kernel, &attributes);
     device->cluster_max = 1;
     if (error != cudaSuccess || attributes.ptxVersion < 90) /* code without clusters */
         return error;
     device->waits_for_scores = true;
-    error = cudaFuncSetAttribute(with_crews, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    for (const void *kernel : {with_crews, any_with_crews})
+        if (error == cudaSuccess)
+            error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
     for (uint32_t size = select_crew_max; error == cudaSuccess && size > 1; size /= 2) {
         int fit = 0;
         shape largest = {};
@@ -293,32 +235,31 @@ extern "C" bool dkv_cu_select_needs_keys(const struct dkv_cu_device *device, uin
     return select_share(n_valid, log2_of(device->cluster_max)) > shared_tokens(device);
 }
 
-extern "C" size_t dkv_cu_select_extra_bytes(const struct dkv_cu_device *device,
-                                            const struct dkv_cu_wave *wave)
+namespace
 {
-    const shape s = shape_of(device, wave);
-    return sizeof(select_task) * s.n_tasks + sizeof(select_seat) * (s.alike ? 0 : s.n_seats);
+
+/* Bytes of a kind's tasks and seats, whole sixteens. */
+size_t extra_bytes_of(const shape &s)
+{
+    const size_t bytes = task_bytes(s.of) * s.n_tasks +
+                         sizeof(select_seat) * (s.alike ? 0 : s.n_seats);
+    return (bytes + 15) & ~size_t{15};
 }
 
-/* Tasks, then seats. The largest crews first: each then begins at a multiple of its size, and short
- * units fill up. */
-extern "C" void dkv_cu_select_fill(const struct dkv_cu_device *device,
-                                   const struct dkv_cu_wave *wave, void *extra)
+/* Where the seats are behind the tasks. */
+template <class byte> byte *seats_of(const shape &s, byte *tasks)
 {
-    const shape s = shape_of(device, wave);
-    select_task *tasks = static_cast<select_task *>(extra);
-    select_seat *seats = reinterpret_cast<select_seat *>(tasks + s.n_tasks);
+    return tasks + task_bytes(s.of) * s.n_tasks;
+}
+
+/* The largest crews first: each then begins at a multiple of its size, and short units fill up. */
+void fill_seats(const dkv_cu_device *device, const dkv_cu_wave *wave, const shape &s,
+                select_seat *seats)
+{
     uint32_t at = 0;
-    for_each_subject(wave, [&](const subject &x) {
-        tasks[at++] = x.unit ? task_of(block_of(wave, *x.unit), *x.unit)
-                             : task_of(*x.choice, x.head);
-    });
-    if (s.alike)
-        return;
-    at = 0;
     for (uint32_t size = s.cluster; size > 0; size /= 2) {
         uint32_t task = 0;
-        for_each_subject(wave, [&](const subject &x) {
+        for_each_subject(wave, s.of, [&](const subject &x) {
             const bool now = crew_size(x.n, s.share, device->cluster_max) == size;
             for (uint32_t rank = 0; now && rank < size; rank++)
                 seats[at++] = {task, static_cast<uint16_t>(rank), static_cast<uint16_t>(size)};
@@ -329,19 +270,66 @@ extern "C" void dkv_cu_select_fill(const struct dkv_cu_device *device,
         seats[at++] = {0, 0, 0};
 }
 
+/* The task of a simple choice that is selected with any scores, which may lie in scratch. */
+select_any_task any_task_for(const dkv_cu_device *device, const shape &s, const subject &x)
+{
+    select_any_task t = any_task_of(*x.choice, x.head);
+    const uint32_t size = crew_size(x.n, s.share, device->cluster_max);
+    if (x.has_keys && select_share(x.n, log2_of(size)) > shared_tokens(device))
+        t.keys = reinterpret_cast<uint32_t *>(x.choice->pooled) +
+                 static_cast<size_t>(x.head) * x.choice->stride;
+    return t;
+}
+
+} // namespace
+
+extern "C" size_t dkv_cu_select_extra_bytes(const struct dkv_cu_device *device,
+                                            const struct dkv_cu_wave *wave)
+{
+    return extra_bytes_of(shape_of(device, wave, kind_plain)) +
+           extra_bytes_of(shape_of(device, wave, kind_any));
+}
+
+/* Tasks, then seats, of each kind. */
+extern "C" void dkv_cu_select_fill(const struct dkv_cu_device *device,
+                                   const struct dkv_cu_wave *wave, void *extra)
+{
+    unsigned char *bytes = static_cast<unsigned char *>(extra);
+    for (kind k : {kind_plain, kind_any}) {
+        const shape s = shape_of(device, wave, k);
+        uint32_t at = 0;
+        for_each_subject(wave, k, [&](const subject &x) {
+            if (k == kind_any)
+                reinterpret_cast<select_any_task *>(bytes)[at++] = any_task_for(device, s, x);
+            else
+                reinterpret_cast<select_task *>(bytes)[at++] =
+                    x.unit ? task_of(block_of(wave, *x.unit), *x.unit) : task_of(*x.choice, x.head);
+        });
+        if (!s.alike)
+            fill_seats(device, wave, s, reinterpret_cast<select_seat *>(seats_of(s, bytes)));
+        bytes += extra_bytes_of(s);
+    }
+}
+
 extern "C" cudaError_t dkv_cu_select_launch(const struct dkv_cu_device *device,
                                             const struct dkv_cu_wave *wave, const void *,
                                             const void *extra_device, cudaStream_t stream)
 {
-    shape s = shape_of(device, wave);
-    if (s.n_seats == 0)
-        return cudaSuccess;
-    cudaLaunchAttribute attributes[2];
-    cudaLaunchConfig_t config = launch_config(s, device->waits_for_scores, attributes);
-    config.stream = stream;
-    const select_task *tasks = static_cast<const select_task *>(extra_device);
-    const select_seat *seats = s.alike ? nullptr
-                                       : reinterpret_cast<const select_seat *>(tasks + s.n_tasks);
-    void *arguments[] = {&tasks, &seats, &s.cluster, &s.pool_tokens, &s.listed};
-    return cudaLaunchKernelExC(&config, select_kernel(s.threads, s.cluster > 1), arguments);
+    const unsigned char *tasks = static_cast<const unsigned char *>(extra_device);
+    cudaError_t error = cudaSuccess;
+    for (kind k : {kind_plain, kind_any}) {
+        shape s = shape_of(device, wave, k);
+        const unsigned char *seats = s.alike ? nullptr : seats_of(s, tasks);
+        cudaLaunchAttribute attributes[2];
+        cudaLaunchConfig_t config = launch_config(s, device->waits_for_scores, attributes);
+        config.stream = stream;
+        void *arguments[] = {&tasks, &seats, &s.cluster, &s.pool_tokens, &s.listed};
+        if (error == cudaSuccess && s.n_seats > 0)
+            error = cudaLaunchKernelExC(&config,
+                                        k == kind_any ? select_any_kernel(s.cluster > 1)
+                                                      : select_kernel(s.threads, s.cluster > 1),
+                                        arguments);
+        tasks += extra_bytes_of(s);
+    }
+    return error;
 }

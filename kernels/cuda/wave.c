@@ -116,6 +116,7 @@ static void lay_out_choices(const struct dkv_cu_engine *engine, struct dkv_cu_sl
         pending->counts = take_result(slot, choice->heads * sizeof(uint32_t), &counts);
         pending->keep = take_result(slot, choice->capacity * sizeof(int32_t), &keep);
         pending->scores = 0;
+        pending->ends = choice->simple == DKV_CU_SIMPLE_ANY && choice->mode == DKV_HEADS_GLOBAL;
         if (slot->items[pending->item].scores_out != NULL)
             pending->scores = take_result(slot, (size_t)choice->heads * choice->n * sizeof(float),
                                           &scores);
