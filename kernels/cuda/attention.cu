@@ -78,8 +78,13 @@ uint32_t head_slots(const dkv_cu_block &block)
  * makes of another architecture's PTX. */
 bool crews_are_real;
 
-/* n_variants: none. */
-uint32_t variant_of(const dkv_cu_block &block)
+bool has_crews(const dkv_cu_device *device)
+{
+    return device->major == 9 && crews_are_real;
+}
+
+/* n_variants: none. `crews`: of has_crews(). */
+uint32_t variant_of(bool crews, const dkv_cu_block &block)
 {
     if ((block.k.dtype != DKV_BF16 && block.k.dtype != DKV_FP16) || block.head_dim > 128)
         return n_variants;
@@ -89,7 +94,7 @@ uint32_t variant_of(const dkv_cu_block &block)
     const uint32_t type = (block.k.dtype == DKV_BF16 ? 0 : 2) + (block.head_dim > 64);
     const uint32_t slots = block.group * head_slots(block);
     uint32_t v = (type * n_folds + fold) * n_kinds;
-    while (variants[v].slots != 0 && (!crews_are_real || slots > variants[v].slots))
+    while (variants[v].slots != 0 && (!crews || slots > variants[v].slots))
         v++;
     return v;
 }
@@ -100,14 +105,14 @@ const dkv_cu_block &block_of(const dkv_cu_wave *wave, uint32_t unit)
 }
 
 /* How a unit of this block is cut up; what concerns the launch is 0. */
-place place_of(const dkv_cu_block &block)
+place place_of(bool crews, const dkv_cu_block &block)
 {
     place p = {};
     p.per_head = head_slots(block);
     p.n_slots = block.group * p.per_head;
     p.group_slots = block.variance ? group_slots_max / p.per_head * p.per_head : group_slots_max;
     p.n_groups = ceil_div(p.n_slots, p.group_slots);
-    const variant &kernels = variants[variant_of(block)];
+    const variant &kernels = variants[variant_of(crews, block)];
     if (kernels.slots != 0) {
         p.n_ranges = ceil_div(block.n_valid, crew_keys);
         /* The device is for all heads of a block, which are 8 more often than not. */
@@ -160,17 +165,18 @@ uint32_t score_keys_for(const dkv_cu_device *device, uint64_t keys)
 launch_list list_places(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t first,
                         uint32_t n, uint32_t v, place *places)
 {
+    const bool crews = has_crews(device);
     launch_list list = {};
     uint64_t keys = 0;
     for (uint32_t u = first; u < first + n; u++)
-        keys += variant_of(block_of(wave, u)) == v ? block_of(wave, u).n_valid : 0;
+        keys += variant_of(crews, block_of(wave, u)) == v ? block_of(wave, u).n_valid : 0;
     list.score_keys = score_keys_for(device, keys);
     list.n_counters = variants[v].slots != 0 ? 1 : 0; /* of tickets */
     for (uint32_t u = first; u < first + n; u++) {
         const dkv_cu_block &block = block_of(wave, u);
-        if (variant_of(block) != v)
+        if (variant_of(crews, block) != v)
             continue;
-        place p = place_of(block);
+        place p = place_of(crews, block);
         p.first_item[0] = list.items[0];
         p.first_item[1] = list.items[1];
         p.unit = u;
@@ -187,12 +193,12 @@ launch_list list_places(const dkv_cu_device *device, const dkv_cu_wave *wave, ui
 }
 
 /* Bit v: some of these units have variant v. */
-uint64_t variants_in(const dkv_cu_wave *wave, uint32_t first, uint32_t n)
+uint64_t variants_in(bool crews, const dkv_cu_wave *wave, uint32_t first, uint32_t n)
 {
     static_assert(n_variants <= 64, "a bit each");
     uint64_t found = 0;
     for (uint32_t u = first; u < first + n; u++)
-        found |= 1ull << variant_of(block_of(wave, u));
+        found |= 1ull << variant_of(crews, block_of(wave, u));
     return found;
 }
 
@@ -200,7 +206,7 @@ uint64_t variants_in(const dkv_cu_wave *wave, uint32_t first, uint32_t n)
 size_t make_plan(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t first, uint32_t n,
                  launch_plan *plan)
 {
-    const uint64_t found = variants_in(wave, first, n);
+    const uint64_t found = variants_in(has_crews(device), wave, first, n);
     size_t at = sizeof(*plan);
     for (uint32_t v = 0; v < n_variants; v++) {
         launch_list &list = plan->of[v];
@@ -246,7 +252,7 @@ cudaError_t prepare(const dkv_cu_device *device)
         if (error == cudaSuccess)
             error = prepare_kernel(v.weigh, v.shared_bytes, &attributes);
         if (crewed)
-            crews_are_real = attributes.numRegs > empty_registers;
+            crews_are_real = attributes.numRegs > empty_registers; /* the same for all of 9.0 */
         else if (error == cudaSuccess)
             error = prepare_kernel(v.score, v.shared_bytes, &attributes);
     }
@@ -256,22 +262,25 @@ cudaError_t prepare(const dkv_cu_device *device)
 
 /* A maximum over rows is one over query heads too, and a sum is one; what is made by query head
  * first goes to the general scorer, unless it is mean and variance. */
-bool takes(const dkv_cu_device *, const dkv_cu_block *block)
+bool takes(const dkv_cu_device *device, const dkv_cu_block *block)
 {
     const bool flat = (block->reduce == DKV_REDUCE_MAX) == (block->gqa == DKV_GQA_MAX);
     return block->form == DKV_CU_FORM_P && !block->spread &&
            (block->variance ? block->window <= group_slots_max : flat) &&
            block->q_dtype == block->k.dtype && block->q_align >= 16 && block->k.align >= 16 &&
-           variant_of(*block) < n_variants;
+           variant_of(has_crews(device), *block) < n_variants;
 }
 
+/* For either way, since the device is not known here. */
 size_t unit_bytes(const dkv_cu_block *block)
 {
-    const place p = place_of(*block);
-    const uint32_t slots = variants[variant_of(*block)].slots;
-    if (slots != 0)
-        return p.n_ranges * slots * sizeof(partial);
-    return results_offset(p.n_ranges, p.n_slots) + p.n_slots * sizeof(row_result);
+    const place passes = place_of(false, *block);
+    const place crew = place_of(crews_are_real, *block);
+    const uint32_t slots = variants[variant_of(crews_are_real, *block)].slots;
+    const size_t one = results_offset(passes.n_ranges, passes.n_slots) +
+                       passes.n_slots * sizeof(row_result);
+    const size_t other = crew.n_ranges * slots * sizeof(partial);
+    return one > other ? one : other;
 }
 
 size_t extra_bytes(const dkv_cu_device *device, const dkv_cu_wave *wave, uint32_t first, uint32_t n)
