@@ -62,6 +62,7 @@ if [ "$tests" = --tests ]; then
     cp "$root"/tests/gpu/*.py "$root"/tests/server/daemon.py "$root"/tests/server/socket_daemon.py \
         "$root"/tests/server/wire.py "$out/python/"
     cp -r "$root/tests/data/." "$out/data/"
-    cp "$root/tests/gpu/run.sh" "$root/tests/gpu/race_summary.sh" "$out/"
+    cp "$root/tests/gpu/run.sh" "$root/tests/gpu/race_summary.sh" "$root/tests/gpu/race_known.txt" \
+        "$out/"
 fi
 echo "bundle: $(du -sh "$out" | cut -f1) in $out"
