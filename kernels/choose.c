@@ -240,6 +240,11 @@ static void deal_out(const struct deal *deal)
         return;
     case DKV_HEADS_ADAKV_MIX: {
         const double share = (double)(mean - deal->protect);
+        if (mean == deal->units) { /* all is kept: rounded shares must not leave one out */
+            for (uint32_t h = 0; h < choice->heads; h++)
+                counts[h] = mean;
+            return;
+        }
         count_best(deal, choice->heads * mean);
         for (uint32_t h = 0; h < choice->heads; h++) {
             const double best = counts[h] > deal->protect ? (double)(counts[h] - deal->protect) : 0;

@@ -77,9 +77,11 @@ __device__ void count_best(const choosing &w, uint32_t total, uint32_t safe, sha
     crew_barrier(w.c);
 }
 
-/* The authors' mix of a head's count and the mean. */
+/* The authors' mix of a head's count and the mean; all, where the mean is. */
 __device__ uint32_t mixed(const choosing &w, uint32_t count, uint32_t mean, uint32_t least)
 {
+    if (mean == w.units)
+        return mean;
     const double share = mean - w.protect;
     const double best = count > w.protect ? static_cast<double>(count - w.protect) : 0.0;
     const double sum = rint((1 - w.choice.alpha) * best + floor(w.choice.alpha * share));

@@ -173,8 +173,7 @@ static void run_batch(struct tally *tally, uint64_t seed, unsigned n, const stru
         trials[i].item = items[i];
         check_trial(tally, &trials[i], cpu);
         check_alone(tally, &trials[i], true, cuda);
-        if (!trials[i].dense.plan.keep_all) /* which is answered without looking at scores */
-            check_alone(tally, &trials[i], false, cuda);
+        check_alone(tally, &trials[i], false, cuda);
         fini_trial(&trials[i]);
     }
     free(trials);

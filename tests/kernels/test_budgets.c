@@ -380,6 +380,31 @@ static void a_mix_never_keeps_more_than_there_is_room_for(void **state)
     }
 }
 
+/* Without scores this is answered at once; with them it goes through the mix, whose shares are
+ * rounded down. */
+static void a_mix_of_everything_leaves_nothing_out(void **state)
+{
+    (void)state;
+    struct dkv_case c;
+    struct dkv_case_answer answer;
+    make_layer(&c, 4, 1);
+    dkv_case_param(&c, "policy", "knorm");
+    dkv_case_param(&c, "heads", "adakv_mix");
+    dkv_case_param(&c, "alpha", "0.2533"); /* of 300: 75.99 */
+    dkv_case_param(&c, "keep_tokens", "300");
+    dkv_case_plan(&c);
+    assert_true(c.plan.keep_all);
+    struct dkv_scorer scorer = dkv_test_engine_open(engine_name, 1);
+    dkv_case_run(&c, &scorer, &answer);
+    assert_int_equal(answer.status, DKV_OK);
+    assert_non_null(answer.raw);
+    for (uint32_t h = 0; h < 2; h++)
+        assert_int_equal(answer.counts[h], 300);
+    dkv_case_answer_fini(&answer);
+    dkv_test_engine_close(&scorer);
+    dkv_case_fini(&c);
+}
+
 static void whole_pages_are_kept(void **state)
 {
     (void)state;
@@ -501,6 +526,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(budgets_that_make_no_sense_are_refused_by_name),
         cmocka_unit_test(layers_of_a_request_get_what_they_prefer),
         cmocka_unit_test(a_mix_never_keeps_more_than_there_is_room_for),
+        cmocka_unit_test(a_mix_of_everything_leaves_nothing_out),
         cmocka_unit_test(layers_that_share_a_budget_are_alike),
         cmocka_unit_test(whole_pages_are_kept),
         cmocka_unit_test(masked_tokens_leave_pages_whole),

@@ -187,7 +187,8 @@ static void mark_safe(const struct dkv_case *c, struct unit *units, size_t count
         units[i].safe = true;
 }
 
-/* authors' AdaKV: round((1-a) B_h* + int(a B)) and the protected. */
+/* authors' AdaKV: round((1-a) B_h* + int(a B)) and the protected; with k >= n everything, which the
+ * rounded shares may miss by one. */
 static void mix(const struct dkv_case *c, struct unit *const *units, const size_t *counts,
                 size_t *taken)
 {
@@ -203,7 +204,7 @@ static void mix(const struct dkv_case *c, struct unit *const *units, const size_
         taken[h] = fixed + (size_t)nearbyint(mixed);
         taken[h] = taken[h] < least ? least : taken[h];
         taken[h] = taken[h] < 1 ? 1 : taken[h];
-        taken[h] = taken[h] > counts[h] ? counts[h] : taken[h];
+        taken[h] = taken[h] > counts[h] || c->plan.keep_all ? counts[h] : taken[h];
     }
 }
 
