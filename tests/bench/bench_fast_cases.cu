@@ -5,6 +5,7 @@
 #include "tests/bench/bench_fast.cuh"
 
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream;
+extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream_any;
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_fast;
 
 namespace bench_fast
@@ -20,6 +21,10 @@ const shape_case cases[] = {
     {"128 x 1K", 1024, 32, 8, 8, 128, 128, DKV_BF16, DENSE, FLAT, 0, false, true},
     {"8 x 16K", 16384, 32, 8, 8, 128, 8, DKV_BF16, DENSE, FLAT, 0, false, true},
     {"qwen 128K", 131072, 28, 4, 8, 128, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"qwen 32K", 32768, 28, 4, 8, 128, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"qwen 4K", 4096, 28, 4, 8, 128, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"64 x qwen 4K", 4096, 28, 4, 8, 128, 64, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"qwen page 16 128K", 131072, 28, 4, 8, 128, 1, DKV_BF16, PAGE16, FLAT, 0, false, true},
     {"window 32 64K", 65536, 32, 8, 32, 128, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
     {"window 32 4K", 4096, 32, 8, 32, 128, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
     {"window 32 32 x 4K", 4096, 32, 8, 32, 128, 32, DKV_BF16, DENSE, FLAT, 0, false, true},
@@ -161,7 +166,8 @@ __global__ void plant_sink(const dkv_cu_block *blocks, const dkv_cu_unit *units,
                   block.k.dtype);
 }
 
-const struct dkv_cu_scorer *const scorers[] = {&dkv_cu_scorer_stream, &dkv_cu_scorer_fast};
+const struct dkv_cu_scorer *const scorers[] = {&dkv_cu_scorer_stream, &dkv_cu_scorer_fast,
+                                               &dkv_cu_scorer_stream_any};
 
 cudaError_t prepare_scorers(const struct dkv_cu_device *device)
 {
