@@ -6,6 +6,7 @@
 
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream;
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream_any;
+extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream_fp8;
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_fast;
 
 namespace bench_fast
@@ -39,6 +40,10 @@ const shape_case cases[] = {
     {"fp8 4K", 4096, 32, 8, 8, 128, 1, DKV_F8_E4M3, DENSE, FLAT, 0, false, true},
     {"fp8 page 16 64K", 65536, 32, 8, 8, 128, 1, DKV_F8_E4M3, PAGE16, FLAT, 0, false, true},
     {"fp8 qwen 128K", 131072, 28, 4, 8, 128, 1, DKV_F8_E4M3, DENSE, FLAT, 0, false, true},
+    {"fp8 128 x 1K", 1024, 32, 8, 8, 128, 128, DKV_F8_E4M3, DENSE, FLAT, 0, false, true},
+    {"fp8 window 32 64K", 65536, 32, 8, 32, 128, 1, DKV_F8_E4M3, DENSE, FLAT, 0, false, true},
+    {"fp8 page 1 64K", 65536, 32, 8, 8, 128, 1, DKV_F8_E4M3, PAGE1, FLAT, 0, false, true},
+    {"e5m2 128K", 131072, 32, 8, 8, 128, 1, DKV_F8_E5M2, DENSE, FLAT, 0, false, true},
     {"llama 128K restkv", 131072, 32, 8, 8, 128, 1, DKV_BF16, DENSE, FLAT, 0, false, true, RESTKV},
     {"llama 32K restkv", 32768, 32, 8, 8, 128, 1, DKV_BF16, DENSE, FLAT, 0, false, true, RESTKV},
     {"llama 32K rows", 32768, 32, 8, 8, 128, 1, DKV_BF16, DENSE, FLAT, 0, false, true, RESTKV_MEAN},
@@ -75,6 +80,12 @@ const shape_case cases[] = {
     {"e5m2 peaked", 5000, 32, 8, 8, 128, 2, DKV_F8_E5M2, DENSE, PEAKED, 0, false, false},
     {"fp8 sink", 3000, 32, 8, 8, 128, 1, DKV_F8_E4M3, PAGE1, SINK, 0, false, false},
     {"fp8 same values", 2000, 28, 4, 8, 128, 1, DKV_F8_E4M3, DENSE, SAME_VALUES, 0, false, false},
+    {"fp8 n 9", 9, 32, 8, 8, 128, 3, DKV_F8_E4M3, DENSE, FLAT, 0, false, false},
+    {"fp8 n 8", 8, 32, 8, 8, 128, 3, DKV_F8_E4M3, DENSE, FLAT, 0, true, false},
+    {"fp8 n 65", 65, 8, 8, 8, 128, 3, DKV_F8_E4M3, DENSE, PEAKED, 0, false, false},
+    {"fp8 peaked", 5000, 32, 8, 8, 128, 2, DKV_F8_E4M3, DENSE, PEAKED, 0, false, false},
+    {"fp8 offset", 4097, 32, 8, 8, 128, 1, DKV_F8_E4M3, DENSE, OFFSET, 0, false, false},
+    {"fp8 sink 56 rows", 9000, 28, 4, 8, 128, 1, DKV_F8_E4M3, DENSE, SINK, 0, false, false},
     {"fp8 513", 513, 28, 4, 8, 128, 3, DKV_F8_E4M3, PAGE16, PEAKED, 0, false, false},
     {"e5m2 dim 64", 1999, 14, 2, 8, 64, 2, DKV_F8_E5M2, PAGE16, PEAKED, 5.0f, true, false},
     {"fp8 dim 64", 9001, 8, 1, 32, 64, 2, DKV_F8_E4M3, DENSE, PEAKED, 0, false, false},
@@ -167,7 +178,8 @@ __global__ void plant_sink(const dkv_cu_block *blocks, const dkv_cu_unit *units,
 }
 
 const struct dkv_cu_scorer *const scorers[] = {&dkv_cu_scorer_stream, &dkv_cu_scorer_fast,
-                                               &dkv_cu_scorer_stream_any};
+                                               &dkv_cu_scorer_stream_any,
+                                               &dkv_cu_scorer_stream_fp8};
 
 cudaError_t prepare_scorers(const struct dkv_cu_device *device)
 {
