@@ -67,18 +67,18 @@ namespace dkv_fast
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"                                 \
                  "wgmma.mma_async.sync.aligned.m64n32k16.f32." types " "                      \
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "   \
-                 "%16, %17, p, 1, 1, 0, 0;\n}"                                                \
+                 "%16, %17, p, 1, 1, %19, %19;\n}"                                            \
                  : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), \
                    "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), \
                    "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]), \
                    "+f"(c[3][3])                                                              \
-                 : "l"(a), "l"(b), "r"(adds))
+                 : "l"(a), "l"(b), "r"(adds), "n"(transposed))
 #define DKV_WGMMA_SHARED_64(types)                                                             \
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                  \
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32." types " "                       \
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "     \
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, " \
-                 "%31}, %32, %33, p, 1, 1, 0, 0;\n}"                                           \
+                 "%31}, %32, %33, p, 1, 1, %35, %35;\n}"                                       \
                  : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]),  \
                    "+f"(c[1][1]), "+f"(c[1][2]), "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]),  \
                    "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]), "+f"(c[3][2]),  \
@@ -86,7 +86,7 @@ namespace dkv_fast
                    "+f"(c[5][0]), "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]),  \
                    "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]), "+f"(c[7][0]), "+f"(c[7][1]),  \
                    "+f"(c[7][2]), "+f"(c[7][3])                                                \
-                 : "l"(a), "l"(b), "r"(adds))
+                 : "l"(a), "l"(b), "r"(adds), "n"(transposed))
 
 /* c += a * b for a warpgroup: 64 rows by 8 * `columns` columns, 16 deep. a in registers, 16
  * rows a warp; b in shared memory behind a descriptor. With g = lane / 4 and t = lane % 4 a thread
@@ -152,7 +152,8 @@ __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, uint32_t
            static_cast<uint64_t>(stride >> 4) << 32 | 1ull << 62;
 }
 
-/* As warpgroup_mma(), with both operands in shared memory, rows of 16-bit elements. */
+/* As warpgroup_mma(), with both operands in shared memory, rows of 16-bit elements; `transposed`
+ * says that both are. */
 template <class type>
 __device__ __forceinline__ void warpgroup_mma_shared(float (&c)[1][4], uint64_t a, uint64_t b,
                                                      int adds)
@@ -163,7 +164,7 @@ __device__ __forceinline__ void warpgroup_mma_shared(float (&c)[1][4], uint64_t 
         DKV_WGMMA_SHARED_8("bf16.bf16");
 }
 
-template <class type>
+template <class type, int transposed = 0>
 __device__ __forceinline__ void warpgroup_mma_shared(float (&c)[4][4], uint64_t a, uint64_t b,
                                                      int adds)
 {
@@ -173,7 +174,7 @@ __device__ __forceinline__ void warpgroup_mma_shared(float (&c)[4][4], uint64_t 
         DKV_WGMMA_SHARED_32("bf16.bf16");
 }
 
-template <class type>
+template <class type, int transposed = 0>
 __device__ __forceinline__ void warpgroup_mma_shared(float (&c)[8][4], uint64_t a, uint64_t b,
                                                      int adds)
 {

@@ -23,8 +23,8 @@ namespace dkv_stream_fp8
 /* ---- a chunk's end ---- */
 
 /* Closes one row of the chunk, of whose sums the thread has a part: as store_rows(). */
-template <class S>
-__device__ __forceinline__ void close_row(room_a<S> &room, const row_share<S> &mine,
+template <class S, class room_type>
+__device__ __forceinline__ void close_row(room_type &room, const row_share<S> &mine,
                                           unsigned char *partial)
 {
     constexpr int SHARERS = row_share<S>::SHARERS;

@@ -143,7 +143,8 @@ template <class S> __device__ __forceinline__ void clear_rows(room_a<S> &room, c
 template <class S> struct row_shifts {
     float2 of[S::COLUMNS];
 
-    __device__ __forceinline__ void load(const room_a<S> &room, const place<S> &at)
+    template <class room_type>
+    __device__ __forceinline__ void load(const room_type &room, const place<S> &at)
     {
         const uint32_t from = shared_address(room.shift) + 8 * at.t;
 #pragma unroll
@@ -199,8 +200,8 @@ __device__ __forceinline__ bool make_weights(const float (&z)[S::COLUMNS][4], fl
 
 /* Decides for one row, of which the thread has KEYS logits: the largest becomes the top key, if it
  * is above it; the base goes up to the largest of the others, and the old top key joins them. */
-template <class S>
-__device__ __forceinline__ void raise_row(room_a<S> &room, const row_share<S> &mine, int tile_key)
+template <class S, class room_type>
+__device__ __forceinline__ void raise_row(room_type &room, const row_share<S> &mine, int tile_key)
 {
     constexpr int KEYS = row_share<S>::KEYS;
     const float base = room.base[mine.row];

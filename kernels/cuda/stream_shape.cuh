@@ -156,14 +156,14 @@ __device__ __forceinline__ void item_release(job_ring &items, uint32_t turn, int
         mbarrier_arrive(shared_address(&items.empty[turn % STREAM_JOBS]));
 }
 
-/* Brings the descriptors of a turn, whose items are those of a row of the list. */
+/* Brings the descriptors of a turn. */
 __device__ __forceinline__ void load_item(job_ring &items, const stream_args &args, uint32_t turn,
-                                          uint32_t row, int lane)
+                                          int lane)
 {
     if (turn >= args.turns)
         return;
     const uint32_t slot = turn % STREAM_JOBS;
-    const dkv_fast_item item = args.items[row * gridDim.x + blockIdx.x];
+    const dkv_fast_item item = args.items[turn * gridDim.x + blockIdx.x];
     mbarrier_wait(shared_address(&items.empty[slot]), (turn / STREAM_JOBS & 1) ^ 1);
     job &to = items.jobs[slot];
     if (item.chunks != 0) {
@@ -175,12 +175,6 @@ __device__ __forceinline__ void load_item(job_ring &items, const stream_args &ar
     __syncwarp();
     if (lane == 0)
         mbarrier_arrive(shared_address(&items.full[slot]));
-}
-
-__device__ __forceinline__ void load_item(job_ring &items, const stream_args &args, uint32_t turn,
-                                          int lane)
-{
-    load_item(items, args, turn, turn, lane);
 }
 
 /* `users`: warps that look at an item. */
@@ -206,9 +200,9 @@ __device__ __forceinline__ void init_tiles(tile_ring<S> &tiles, int copies, int 
 template <class S> struct tile_pair {
     ring<S::TILES> at;
 
-    __device__ __forceinline__ void advance(int pairs = 1)
+    __device__ __forceinline__ void advance(void)
     {
-        at.advance(2 * pairs);
+        at.advance(2);
     }
     /* Shared memory is that of either pass. */
     template <class T> __device__ __forceinline__ uint32_t keys(const T &shared) const

@@ -5,7 +5,7 @@
 #include "tests/bench/bench_fast.cuh"
 
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream;
-extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream_any;
+extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream_16bit_any;
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream_fp8;
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_fast;
 
@@ -178,7 +178,7 @@ __global__ void plant_sink(const dkv_cu_block *blocks, const dkv_cu_unit *units,
 }
 
 const struct dkv_cu_scorer *const scorers[] = {&dkv_cu_scorer_stream, &dkv_cu_scorer_fast,
-                                               &dkv_cu_scorer_stream_any,
+                                               &dkv_cu_scorer_stream_16bit_any,
                                                &dkv_cu_scorer_stream_fp8};
 
 cudaError_t prepare_scorers(const struct dkv_cu_device *device)
