@@ -92,7 +92,8 @@ __device__ __forceinline__ void merge_item(shared_memory<S> &shared, const dkv_f
     }
     group_barrier(BARRIER_MERGE);
     merge_slice<S>(shared.merge, work,
-                   partial_of<S>(args, partials.index, blockIdx.x - work.item.chunk), thread);
+                   partial_of<S>(args, partials.index, blockIdx.x - work.item.chunk),
+                   work.item.chunk, work.item.chunks, thread);
     if (thread == 0 && work.item.chunk == 0)
         *work.unit.exponent = exponent_of<S>();
     group_barrier(BARRIER_MERGE);

@@ -330,16 +330,17 @@ __device__ __forceinline__ void merge_few(merged<S> &into, const job &work,
     }
 }
 
-/* This thread block's slice. What a slice needs is there once: it runs once an item, and who
+/* A slice, by one thread block. What it needs is there once: it runs once an item, and who
  * executes code that left the instruction caches waits for it. */
 template <class S>
 __device__ __forceinline__ void merge_slice(merge_room &room, const job &work,
-                                            const unsigned char *partials, int thread)
+                                            const unsigned char *partials, int slice, int slices,
+                                            int thread)
 {
     constexpr int SEGMENTS = S::ROWS * S::DIM / 32;
     const int chunks = work.item.chunks;
-    const int first = SEGMENTS * work.item.chunk / chunks;
-    const int last = SEGMENTS * (work.item.chunk + 1) / chunks;
+    const int first = SEGMENTS * slice / slices;
+    const int last = SEGMENTS * (slice + 1) / slices;
     merged<S> &into = reinterpret_cast<merged<S> *>(work.unit.work)[work.item.row_group];
     if (chunks <= S::MERGE_AHEAD / 2)
         merge_few<S>(into, work, partials, first, last, here(thread));

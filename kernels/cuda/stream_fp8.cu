@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(GROUP_THREADS) stream_fp8_merge(const stream_a
     if (threadIdx.x == 0 && item.chunk == 0)
         *work.unit.exponent = DKV_CU_EXPONENT;
     griddepcontrol_wait();
-    merge_slice<S>(room, work, partials_of<S>(work), threadIdx.x);
+    merge_slice<S>(room, work, partials_of<S>(work), item.chunk, item.chunks, threadIdx.x);
 #endif
 }
 

@@ -13,7 +13,7 @@
 namespace dkv_stream
 {
 
-/* Merges a slice of a row group: one for each of its chunks. */
+/* Merges a slice of a row group: SLICES for each of its chunks. */
 template <class S>
 __global__ void __launch_bounds__(GROUP_THREADS) stream_merge(const stream_args args)
 {
@@ -21,7 +21,8 @@ __global__ void __launch_bounds__(GROUP_THREADS) stream_merge(const stream_args 
     griddepcontrol_launch();
     __shared__ job work;
     __shared__ merge_room room;
-    const dkv_fast_item item = args.items[blockIdx.x];
+    const dkv_fast_item item = args.items[blockIdx.x / SLICES];
+    const int slice = item.chunk * SLICES + blockIdx.x % SLICES;
     if (threadIdx.x < 32) {
         copy_words(work.unit, args.units + item.unit, threadIdx.x);
         copy_words(work.block, args.blocks + item.block, threadIdx.x);
@@ -29,10 +30,10 @@ __global__ void __launch_bounds__(GROUP_THREADS) stream_merge(const stream_args 
             work.item = item;
     }
     __syncthreads();
-    if (threadIdx.x == 0 && item.chunk == 0)
+    if (threadIdx.x == 0 && slice == 0)
         *work.unit.exponent = DKV_CU_EXPONENT;
     griddepcontrol_wait();
-    merge_slice<S>(room, work, partials_of<S>(work), threadIdx.x);
+    merge_slice<S>(room, work, partials_of<S>(work), slice, item.chunks * SLICES, threadIdx.x);
 #endif
 }
 
@@ -321,8 +322,8 @@ cudaError_t stream_launch(const struct dkv_cu_device *device, const struct dkv_c
         error = dkv_cu_launch(v.a, grid, dkv_stream::STREAM_THREADS, v.a_bytes, args, false,
                               stream);
         if (error == cudaSuccess)
-            error = dkv_cu_launch(v.merge, list.items, dkv_fast::GROUP_THREADS, 0, args, true,
-                                  stream);
+            error = dkv_cu_launch(v.merge, list.items * dkv_stream::SLICES, dkv_fast::GROUP_THREADS,
+                                  0, args, true, stream);
         args.items = reinterpret_cast<const struct dkv_fast_item *>(bytes + list.b_at);
         args.turns = list.b_turns;
         if (error == cudaSuccess)

@@ -34,6 +34,7 @@ constexpr int COMPUTE_REGISTERS = 224;
 constexpr int LOAD_REGISTERS = 56;
 constexpr int BARRIER_GROUP = 2; /* named barriers, one a group */
 constexpr int STREAM_JOBS = 2;   /* items whose descriptors are at hand */
+constexpr int SLICES = 2;        /* that are merged at once, for each chunk */
 
 template <class element, int head_dim> struct stream_shape {
     using type = element;
@@ -50,7 +51,7 @@ template <class element, int head_dim> struct stream_shape {
     static constexpr int HALF_BYTES = HALF * ROW_BYTES;
     static constexpr int TILE_BYTES = TILE * ROW_BYTES;
     static constexpr int TILES = 12 * 128 / head_dim; /* of the ring: K V K V .. */
-    static constexpr int MERGE_AHEAD = 8;
+    static constexpr int MERGE_AHEAD = 16;
     static constexpr int PARTIAL_BYTES = ROWS * 16 + ROWS * head_dim * 4;
     static constexpr float WEIGHT_SHIFT = std::is_same<element, fp16_type>::value ? 10.0f : 0.0f;
     static constexpr float WEIGHT_ONE = std::is_same<element, fp16_type>::value ? 1024.0f : 1.0f;
