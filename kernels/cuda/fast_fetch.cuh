@@ -115,14 +115,14 @@ template <class S, int size> struct tile_stream {
     {
     }
 
-    /* Both halves of a tile. */
+    /* All halves of a tile. */
     __device__ __forceinline__ void fetch(tile_source<S> &from, const job &work, int tile,
                                           uint64_t policy)
     {
         mbarrier_wait(shared_address(&empty[next.index]), next.parity ^ 1);
 #pragma unroll 1
-        for (int h = 0; h < 2; h++)
-            from.copy_half(work, 2 * tile + h,
+        for (int h = 0; h < S::TILE_BYTES / S::HALF_BYTES; h++)
+            from.copy_half(work, S::TILE_BYTES / S::HALF_BYTES * tile + h,
                            shared_address(tiles[next.index]) + h * S::HALF_BYTES, policy, lane);
         mbarrier_arrive_after_copies(shared_address(&full[next.index]));
         next.advance();

@@ -20,32 +20,31 @@ __device__ __forceinline__ void store_score(const score_sink &sink, float sum, u
         atomicOr(sink.flags, DKV_CU_RETRY);
 }
 
-/* Adds up the warps' sums of every tile and stores scores. By one warp: a lane has two keys. */
+/* Adds up the warps' sums of every tile and stores scores. By one warp: a lane has four keys. */
 template <class S>
 __device__ __forceinline__ void store_scores(shared_b<S> &shared, const job &work,
                                              ring<PARTS> &parts, int lane)
 {
     const score_sink sink(work);
     const int tiles = range_tiles(work.item);
-    uint32_t key = item_first_key(work.item) + 2 * lane;
-    for (int tile = 0; tile < tiles; tile++, key += TILE) {
+    uint32_t key = item_first_key(work.item) + 4 * lane;
+    for (int tile = 0; tile < tiles; tile++, key += S::STEP) {
         mbarrier_wait(shared_address(&shared.parts_full[parts.index]), parts.parity);
-        float2 sums[4] = {};
+        float4 sums[2] = {};
 #pragma unroll
         for (int row = 0; row < 4 * GROUPS * PART_ROWS; row++) {
-            const float2 part = *reinterpret_cast<const float2 *>(
-                &shared.parts[parts.index][row][2 * lane]);
-            sums[row % 4].x += part.x;
-            sums[row % 4].y += part.y;
+            const float4 part = *reinterpret_cast<const float4 *>(
+                &shared.parts[parts.index][row][part_place(row, 4 * lane)]);
+            sums[row % 2] = scale_add(1.0f, part, sums[row % 2]);
         }
-        const float2 sum = make_float2((sums[0].x + sums[1].x) + (sums[2].x + sums[3].x),
-                                       (sums[0].y + sums[1].y) + (sums[2].y + sums[3].y));
         __syncwarp();
         if (lane == 0)
             mbarrier_arrive(shared_address(&shared.parts_empty[parts.index]));
         parts.advance();
-        store_score(sink, 2.0f * sum.x, key);
-        store_score(sink, 2.0f * sum.y, key + 1);
+        store_score(sink, 2.0f * (sums[0].x + sums[1].x), key);
+        store_score(sink, 2.0f * (sums[0].y + sums[1].y), key + 1);
+        store_score(sink, 2.0f * (sums[0].z + sums[1].z), key + 2);
+        store_score(sink, 2.0f * (sums[0].w + sums[1].w), key + 3);
     }
 }
 
@@ -69,13 +68,13 @@ __device__ __forceinline__ void fetch_values(shared_b<S> &shared, tile_stream<S,
                                              const job &work, uint64_t policy, int lane)
 {
     const int tiles = range_tiles(work.item);
-    const float *squares = squares_of<S>(work) + item_first_key(work.item) + 2 * lane;
+    const float *squares = squares_of<S>(work) + item_first_key(work.item) + 4 * lane;
     tile_source<S> from(work, false, lane);
-    for (int tile = 0; tile < tiles; tile++, squares += TILE) {
+    for (int tile = 0; tile < tiles; tile++, squares += S::STEP) {
         const int place = stream.next.index;
         stream.fetch(from, work, tile, policy);
         stream.next.advance();
-        copy_8(shared_address(&shared.squares[place / 2][2 * lane]), squares);
+        copy_16(shared_address(&shared.squares[place / 2][4 * lane]), squares, true, policy);
         mbarrier_arrive_after_copies(shared_address(&shared.tiles.full[place]));
     }
 }

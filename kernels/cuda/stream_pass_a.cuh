@@ -44,7 +44,7 @@ template <class S> struct group_a {
                                                  tile_weights<S> &tile)
     {
         float x[8][4];
-        logits_of(work, rule, logits, first_row, at, first_key, z, x);
+        logits_of<S>(work, rule, logits, first_row, at, first_key, z, x);
         const bool much[2] = {is_much(x, logits.factor, 0), is_much(x, logits.factor, 1)};
         if (__any_sync(~0u, much[0] || much[1])) {
             warpgroup_wait<0>();
@@ -225,6 +225,11 @@ __device__ __forceinline__ void sum_squares_of(shared_a<S> &shared, const job &w
         now.release_values(shared, lane);
         now.advance();
     }
+    /* Pass B looks at whole tiles of its own. */
+    const uint32_t end = item_first_key(work.item) + TILE * tiles;
+    if (tiles > 0 && work.item.chunk == work.item.chunks - 1 && work.item.row_group == 0 &&
+        end < tiles_of(work.block.n_valid) * STEP_B)
+        to[TILE * tiles + lane] = 0.0f;
 }
 
 /* Empty except for sm_90a. */

@@ -58,8 +58,8 @@ template <class S> struct group_b {
     float norm[2];  /* |a|^2 / 2 */
     float shift[2]; /* log2 of the denominator, less the range factor */
     int top[2];     /* see merged */
-    float z[8][4];
-    float half[8][4]; /* half of the squared distances */
+    uint32_t q[S::K_STEPS][4];
+    float half[S::COLUMNS][4]; /* half of the squared distances */
 
     __device__ __forceinline__ group_b(shared_b<S> &in, int group, int thread)
         /* The same for all lanes, and the compiler knows, or it would compute each operand's
@@ -73,10 +73,6 @@ template <class S> struct group_b {
         return reinterpret_cast<const merged<S> *>(work.unit.work)[work.item.row_group];
     }
 
-    __device__ __forceinline__ uint32_t query(void) const
-    {
-        return shared_address(shared.query[0]) + first_row * S::ROW_BYTES;
-    }
     /* hi or lo of -a */
     __device__ __forceinline__ uint32_t operand(int part) const
     {
@@ -107,10 +103,8 @@ template <class S> struct group_b {
     __device__ __forceinline__ void load_rows(const job &work)
     {
         const merged<S> &from = merged_rows(work);
-        uint32_t q[S::K_STEPS][4];
         load_rows_of_query(work, first_row, at, q);
         group_barrier(BARRIER_GROUP + first_row / 64); /* the item before is through everywhere */
-        store_operand<S>(q, query(), at);
         copy_operands(from);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -125,21 +119,20 @@ template <class S> struct group_b {
         }
     }
 
-    /* Starts half = |a|^2 / 2 + |v|^2 / 2 - a.v with a tile's values. The largest |v|^2 that this
-     * thread sees. */
-    __device__ __forceinline__ float start_distances(uint32_t v_tile)
+    /* half = |a|^2 / 2 + |v|^2 / 2, less a.v then. */
+    __device__ __forceinline__ void begin_distances(void)
     {
         const float *squares = shared.squares[now.at.index / 2] + 2 * at.t;
-        float most[2] = {0.0f, 0.0f};
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
+        for (int j = 0; j < S::COLUMNS; j++) {
             const float2 square = *reinterpret_cast<const float2 *>(squares + 8 * j);
 #pragma unroll
             for (int c = 0; c < 4; c++)
                 half[j][c] = fmaf(0.5f, c & 1 ? square.y : square.x, norm[c >> 1]);
-            most[0] = fmaxf(most[0], square.x);
-            most[1] = fmaxf(most[1], square.y);
         }
+    }
+    __device__ __forceinline__ void start_distances(uint32_t v_tile)
+    {
         const uint64_t values = keys_operand<S>(v_tile);
         const uint64_t hi = keys_operand<S>(operand(0));
         const uint64_t lo = keys_operand<S>(operand(1));
@@ -147,22 +140,19 @@ template <class S> struct group_b {
         warpgroup_fence();
 #pragma unroll
         for (int k = 0; k < S::K_STEPS; k++)
-            warpgroup_mma_shared<typename S::type>(half, hi + keys_step(k), values + keys_step(k),
-                                                   1);
+            warpgroup_mma_shared<typename S::type>(half, hi + keys_step(k), values + keys_step(k));
 #pragma unroll
         for (int k = 0; k < S::K_STEPS; k++)
-            warpgroup_mma_shared<typename S::type>(half, lo + keys_step(k), values + keys_step(k),
-                                                   1);
+            warpgroup_mma_shared<typename S::type>(half, lo + keys_step(k), values + keys_step(k));
         warpgroup_commit();
-        return fmaxf(most[0], most[1]);
     }
 
     /* w = (p / (1 - p))^2, with the range factor: 1 / (1 / p - 1) is what takes least. */
-    __device__ __forceinline__ void make_weights(const float (&x)[8][4], float factor,
-                                                 float (&w)[8][4]) const
+    __device__ __forceinline__ void make_weights(const float (&x)[S::COLUMNS][4], float factor,
+                                                 float (&w)[S::COLUMNS][4]) const
     {
 #pragma unroll
-        for (int j = 0; j < 8; j++)
+        for (int j = 0; j < S::COLUMNS; j++)
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const float ratio = rcp_fast(exp2_fast(fmaf(x[j][c], -factor, shift[c >> 1])) -
@@ -174,7 +164,7 @@ template <class S> struct group_b {
     /* The term of a row whose top key is in this tile takes the place of the plain one: as weight,
      * with a distance of 1. Rare. */
     __device__ __forceinline__ void put_terms(const job &work, int first_key,
-                                              float (&x)[8][4]) const
+                                              float (&x)[S::COLUMNS][4]) const
     {
         const merged<S> &from = merged_rows(work);
 #pragma unroll
@@ -187,12 +177,12 @@ template <class S> struct group_b {
             put_at_top(x, i, first_key, term);
         }
     }
-    __device__ __forceinline__ void put_at_top(float (&x)[8][4], int i, int first_key,
+    __device__ __forceinline__ void put_at_top(float (&x)[S::COLUMNS][4], int i, int first_key,
                                                float value) const
     {
         const int mine = top[i] - first_key - 2 * at.t;
 #pragma unroll
-        for (int j = 0; j < 8; j++)
+        for (int j = 0; j < S::COLUMNS; j++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 if (mine == 8 * j + e)
@@ -204,73 +194,79 @@ template <class S> struct group_b {
     __device__ __forceinline__ void distances_that_cancel(const job &work, uint32_t v_tile)
     {
         const float *squares = shared.squares[now.at.index / 2] + 2 * at.t;
-        unsigned cancels = 0; /* a bit 4j + c each */
+        uint64_t cancels = 0; /* a bit 4j + c each */
 #pragma unroll
-        for (int j = 0; j < 8; j++)
+        for (int j = 0; j < S::COLUMNS; j++)
 #pragma unroll
             for (int c = 0; c < 4; c++) {
                 const float whole = fmaf(0.5f, squares[8 * j + (c & 1)], norm[c >> 1]);
                 if (half[j][c] < CANCELS * whole)
-                    cancels |= 1u << (4 * j + c);
+                    cancels |= 1ull << (4 * j + c);
             }
         for (;;) {
             const unsigned lanes = __ballot_sync(~0u, cancels != 0);
             if (lanes == 0)
                 return;
             const int lane = __ffs(lanes) - 1;
-            const int which = __ffs(__shfl_sync(~0u, cancels, lane)) - 1;
+            const int which = __ffsll(__shfl_sync(~0u, cancels, lane)) - 1;
             const int row = first_row + 16 * at.warp + which % 4 / 2 * 8 + lane / 4;
             const int key = which / 4 * 8 + lane % 4 * 2 + which % 2;
             const float exact = plain_distance<S>(&merged_rows(work), row, v_tile, key, at.lane);
-            const unsigned mine = at.lane == lane ? 1u << which : 0;
+            const uint64_t mine = at.lane == lane ? 1ull << which : 0;
             cancels &= ~mine;
 #pragma unroll
-            for (int j = 0; j < 8; j++)
+            for (int j = 0; j < S::COLUMNS; j++)
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
-                    if (mine & 1u << (4 * j + c))
+                    if (mine & 1ull << (4 * j + c))
                         half[j][c] = 0.5f * exact;
                 }
         }
     }
 
-    /* Whether a distance may be so small a part of what it is the difference of that it is noise.
-     * `most`: the largest |v|^2. */
-    __device__ __forceinline__ bool may_cancel(float most) const
+    /* Whether a distance may be so small a part of what it is the difference of that it is noise:
+     * |a - v|^2 below CANCELS (|a|^2 + |v|^2), hence below 2.2 CANCELS |a|^2. */
+    __device__ __forceinline__ bool may_cancel(void) const
     {
         bool may = false;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            float first = half[0][2 * i];
-            float second = half[0][2 * i + 1];
+            float least[4];
 #pragma unroll
-            for (int j = 1; j < 8; j++) {
-                first = fminf(first, half[j][2 * i]);
-                second = fminf(second, half[j][2 * i + 1]);
-            }
-            may |= fminf(first, second) < CANCELS * fmaf(0.5f, most, norm[i]);
+            for (int j = 0; j < S::COLUMNS; j += 2)
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    const float x = half[j + c / 2][2 * i + c % 2];
+                    least[c] = j == 0 ? x : fminf(least[c], x);
+                }
+            may |= fminf(fminf(least[0], least[1]), fminf(least[2], least[3])) <
+                   2.25f * CANCELS * norm[i];
         }
         return may;
     }
 
     /* The terms of a tile's keys go to the warp that adds them up: those of half of the keys, four
      * rows together. */
-    __device__ __forceinline__ void store_parts(const float (&w)[8][4])
+    __device__ __forceinline__ void store_parts(const float (&w)[S::COLUMNS][4])
     {
         const bool upper = at.lane & 16;
-        float2 sum[8];
+        float2 sum[S::COLUMNS];
 #pragma unroll
-        for (int j = 0; j < 8; j++)
+        for (int j = 0; j < S::COLUMNS; j++)
             sum[j] = make_float2(fmaf(w[j][0], half[j][0], w[j][2] * half[j][2]),
                                  fmaf(w[j][1], half[j][1], w[j][3] * half[j][3]));
         mbarrier_wait(shared_address(&shared.parts_empty[parts.index]), parts.parity ^ 1);
-        float *to = shared.parts[parts.index][(first_row / 16 + at.warp) * PART_ROWS + at.g % 4] +
-                    2 * at.t + (upper ? 32 : 0);
+        float *row = shared.parts[parts.index][(first_row / 16 + at.warp) * PART_ROWS + at.g % 4] +
+                     (upper ? S::STEP / 2 : 0);
+        float *to[4]; /* of keys 2t, 8 + 2t, 16 + 2t, 24 + 2t of 32 */
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float2 mine = upper ? sum[j + 4] : sum[j];
-            const float2 other = upper ? sum[j] : sum[j + 4];
-            *reinterpret_cast<float2 *>(to + 8 * j) = make_float2(
+        for (int j = 0; j < 4; j++)
+            to[j] = row + part_place(at.g, 8 * j + 2 * at.t);
+#pragma unroll
+        for (int j = 0; j < S::COLUMNS / 2; j++) {
+            const float2 mine = upper ? sum[j + S::COLUMNS / 2] : sum[j];
+            const float2 other = upper ? sum[j] : sum[j + S::COLUMNS / 2];
+            *reinterpret_cast<float2 *>(to[j % 4] + j / 4 * 32) = make_float2(
                 mine.x + __shfl_xor_sync(~0u, other.x, 16),
                 mine.y + __shfl_xor_sync(~0u, other.y, 16));
         }
@@ -287,19 +283,22 @@ template <class S> struct group_b {
         mbarrier_wait_both(now.keys_full(shared), now.at.parity, now.values_full(shared),
                            now.at.parity);
         fence_async_proxy();
-        start_row_dots<S>(z, query(), now.keys(shared));
-        const float most = start_distances(now.values(shared));
+        begin_distances();
+        float z[S::COLUMNS][4];
+        start_row_dots<S>(z, q, now.keys(shared));
+        start_distances(now.values(shared));
         warpgroup_wait<1>();
         hold(z);
         now.release_keys(shared, at.lane);
-        const bool has_tops = __any_sync(~0u, static_cast<unsigned>(top[0] - first_key) < TILE ||
-                                                  static_cast<unsigned>(top[1] - first_key) < TILE);
-        float w[8][4];
-        if (logits.plain && first_key + TILE <= rule.open_keys && !has_tops) {
+        const bool has_tops = __any_sync(~0u,
+                                         static_cast<unsigned>(top[0] - first_key) < S::STEP ||
+                                             static_cast<unsigned>(top[1] - first_key) < S::STEP);
+        float w[S::COLUMNS][4];
+        if (logits.plain && first_key + S::STEP <= rule.open_keys && !has_tops) {
             make_weights(z, logits.factor, w);
         } else {
-            float x[8][4];
-            logits_of(work, rule, logits, first_row, at, first_key, z, x);
+            float x[S::COLUMNS][4];
+            logits_of<S>(work, rule, logits, first_row, at, first_key, z, x);
             make_weights(x, logits.factor, w);
             if (has_tops)
                 put_terms(work, first_key, w);
@@ -308,7 +307,7 @@ template <class S> struct group_b {
          */
         warpgroup_wait<0>();
         hold(half);
-        if (__any_sync(~0u, may_cancel(most)))
+        if (__any_sync(~0u, may_cancel()))
             distances_that_cancel(work, now.values(shared));
         if (has_tops) {
             put_at_top(half, 0, first_key, 0.5f);
@@ -326,7 +325,7 @@ template <class S> struct group_b {
         int first_key = item_first_key(work.item);
         load_rows(work);
 #pragma unroll 1
-        for (int tile = 0; tile < tiles; tile++, first_key += TILE) {
+        for (int tile = 0; tile < tiles; tile++, first_key += S::STEP) {
             step(work, rule, logits, first_key);
             now.advance();
         }

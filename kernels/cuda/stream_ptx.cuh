@@ -39,6 +39,59 @@ __device__ __forceinline__ void warpgroup_mma_first(float (&c)[8][4], const uint
 
 #undef DKV_WGMMA_FIRST_64
 
+/* Operands of the products with 128 columns: the registers of c, and what of them. */
+#define DKV_C_REGISTERS                                                       \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+    "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, "  \
+    "%30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
+    "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, "  \
+    "%58, %59, %60, %61, %62, %63}"
+#define DKV_C_FOUR(mode, j) mode(c[j][0]), mode(c[j][1]), mode(c[j][2]), mode(c[j][3])
+#define DKV_C_SIXTEEN(mode, j) \
+    DKV_C_FOUR(mode, j), DKV_C_FOUR(mode, j + 1), DKV_C_FOUR(mode, j + 2), DKV_C_FOUR(mode, j + 3)
+#define DKV_C_ALL(mode) \
+    DKV_C_SIXTEEN(mode, 0), DKV_C_SIXTEEN(mode, 4), DKV_C_SIXTEEN(mode, 8), DKV_C_SIXTEEN(mode, 12)
+
+#define DKV_WGMMA_FIRST_128(types)                                                        \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"                               \
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32." types " " DKV_C_REGISTERS \
+                 ", {%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}"                            \
+                 : DKV_C_ALL("=f")                                                        \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define DKV_WGMMA_SHARED_128(types)                                                       \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32." types " " DKV_C_REGISTERS \
+                 ", %64, %65, 1, 1, 1, 0, 0;"                                             \
+                 : DKV_C_ALL("+f")                                                        \
+                 : "l"(a), "l"(b))
+
+/* The same for 128 columns. */
+template <class type>
+__device__ __forceinline__ void warpgroup_mma_first(float (&c)[16][4], const uint32_t (&a)[4],
+                                                    uint64_t b)
+{
+    if constexpr (std::is_same<type, fp16_type>::value)
+        DKV_WGMMA_FIRST_128("f16.f16");
+    else
+        DKV_WGMMA_FIRST_128("bf16.bf16");
+}
+
+/* c += a * b, both in shared memory. */
+template <class type>
+__device__ __forceinline__ void warpgroup_mma_shared(float (&c)[16][4], uint64_t a, uint64_t b)
+{
+    if constexpr (std::is_same<type, fp16_type>::value)
+        DKV_WGMMA_SHARED_128("f16.f16");
+    else
+        DKV_WGMMA_SHARED_128("bf16.bf16");
+}
+
+#undef DKV_WGMMA_FIRST_128
+#undef DKV_WGMMA_SHARED_128
+#undef DKV_C_REGISTERS
+#undef DKV_C_FOUR
+#undef DKV_C_SIXTEEN
+#undef DKV_C_ALL
+
 #define DKV_WGMMA_8(types)                                                    \
     asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32." types " "       \
                  "{%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 0;"        \
@@ -81,12 +134,6 @@ __device__ __forceinline__ void store_shared_words(uint32_t address, const uint4
     asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(words.x), "r"(words.y),
                  "r"(words.z), "r"(words.w)
                  : "memory");
-}
-
-/* 8 bytes from global to shared memory. */
-__device__ __forceinline__ void copy_8(uint32_t to, const void *from)
-{
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from) : "memory");
 }
 
 } // namespace dkv_stream

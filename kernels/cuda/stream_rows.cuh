@@ -244,22 +244,10 @@ __device__ __forceinline__ void load_rows_of_query(const job &work, int first_ro
     }
 }
 
-/* Stores rows that a group's threads have, as load_rows_of_query() leaves them, as operand. */
+/* Starts the dot products of the rows with a tile's keys. */
 template <class S>
-__device__ __forceinline__ void store_operand(const uint32_t (&q)[S::K_STEPS][4], uint32_t to,
-                                              const place<S> &at)
-{
-#pragma unroll
-    for (int k = 0; k < S::K_STEPS; k++)
-#pragma unroll
-        for (int c = 0; c < 4; c++)
-            store_shared(to + element_offset<S>(at.row(c & 1), 2 * k + c / 2) + 4 * at.t, q[k][c]);
-}
-
-/* Starts the dot products of the rows, in registers or in shared memory, with a tile's keys. */
-template <class S>
-__device__ __forceinline__ void start_row_dots(float (&x)[8][4], const uint32_t (&a)[S::K_STEPS][4],
-                                               uint32_t tile)
+__device__ __forceinline__ void start_row_dots(float (&x)[S::COLUMNS][4],
+                                               const uint32_t (&a)[S::K_STEPS][4], uint32_t tile)
 {
     const uint64_t others = keys_operand<S>(tile);
     warpgroup_fence();
@@ -269,29 +257,18 @@ __device__ __forceinline__ void start_row_dots(float (&x)[8][4], const uint32_t 
         warpgroup_mma<typename S::type, 0>(x, a[k], others + keys_step(k), 1);
     warpgroup_commit();
 }
-template <class S>
-__device__ __forceinline__ void start_row_dots(float (&x)[8][4], uint32_t rows, uint32_t tile)
-{
-    const uint64_t a = keys_operand<S>(rows);
-    const uint64_t others = keys_operand<S>(tile);
-    warpgroup_fence();
-#pragma unroll
-    for (int k = 0; k < S::K_STEPS; k++)
-        warpgroup_mma_shared<typename S::type>(x, a + keys_step(k), others + keys_step(k), k > 0);
-    warpgroup_commit();
-}
 
 /* -inf where a row of the thread does not see a key of the tile. */
 template <class S>
 __device__ __forceinline__ void hide_keys_of(const job &work, int first_row, const place<S> &at,
-                                             int first_key, float (&z)[8][4])
+                                             int first_key, float (&z)[S::COLUMNS][4])
 {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         const int last_key = last_key_of(work,
                                          work.item.row_group * S::ROWS + first_row + at.row(i));
 #pragma unroll
-        for (int j = 0; j < 8; j++)
+        for (int j = 0; j < S::COLUMNS; j++)
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 if (first_key + 8 * j + 2 * at.t + e > last_key)
@@ -306,16 +283,17 @@ template <class S>
 __device__ __forceinline__ void logits_of(const job &work, const logit_rule &rule,
                                           const logit_factor &logits, int first_row,
                                           const place<S> &at, int first_key,
-                                          const float (&dots)[8][4], float (&x)[8][4])
+                                          const float (&dots)[S::COLUMNS][4],
+                                          float (&x)[S::COLUMNS][4])
 {
 #pragma unroll
-    for (int j = 0; j < 8; j++)
+    for (int j = 0; j < S::COLUMNS; j++)
 #pragma unroll
         for (int c = 0; c < 4; c++)
             x[j][c] = dots[j][c];
     if (!logits.plain)
-        rule.apply<8, 4>(x);
-    if (first_key + TILE > rule.open_keys)
+        rule.template apply<S::COLUMNS, 4>(x);
+    if (first_key + S::STEP > rule.open_keys)
         hide_keys_of(work, first_row, at, first_key, x);
 }
 

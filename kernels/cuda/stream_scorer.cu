@@ -117,7 +117,9 @@ uint32_t chunk_keys(const struct dkv_cu_block *block)
     uint32_t chunks = CHUNKS_ENOUGH / (block->heads * row_groups(block));
     chunks = chunks > CHUNKS_MAX ? CHUNKS_MAX : chunks < CHUNKS_LEAST ? CHUNKS_LEAST : chunks;
     const uint32_t keys = (n + chunks - 1) / chunks;
-    return dkv_fast::TILE * tiles_of(keys < CHUNK_KEYS_MIN ? CHUNK_KEYS_MIN : keys);
+    return dkv_fast::TILE *
+           (((keys < CHUNK_KEYS_MIN ? CHUNK_KEYS_MIN : keys) + dkv_fast::TILE - 1) /
+            dkv_fast::TILE);
 }
 
 uint32_t chunks_of(const struct dkv_cu_block *block)
@@ -198,7 +200,7 @@ uint32_t list_ranges(const struct dkv_cu_wave *wave, uint32_t first, uint32_t n,
                     items[turn * grid + thread_block] = {u,
                                                          b,
                                                          0,
-                                                         dkv_fast::TILE,
+                                                         dkv_stream::STEP_B,
                                                          static_cast<uint16_t>(tile),
                                                          static_cast<uint16_t>(last - tile),
                                                          g};
@@ -274,7 +276,7 @@ size_t stream_unit_bytes(const struct dkv_cu_block *block)
 {
     const variant *v = find_variant(block);
     return row_groups(block) * (v->merged_bytes + chunks_of(block) * v->partial_bytes) +
-           tiles_of(block->n_valid) * dkv_fast::TILE * sizeof(float);
+           tiles_of(block->n_valid) * dkv_stream::STEP_B * sizeof(float);
 }
 
 size_t stream_extra_bytes(const struct dkv_cu_device *device, const struct dkv_cu_wave *wave,

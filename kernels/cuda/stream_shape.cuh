@@ -10,9 +10,9 @@
  * another one: kernels follow each other on the stream.
  *
  * A thread block is two groups of four warps that compute and one that fetches. A computing group
- * has 64 rows, in its registers as the 64-row operand, and sees every tile of 64 keys. While it
- * works on a tile's numbers, the tensor cores are at its next product and at those of the other
- * group. Pairs of tiles, keys and values, pass through one ring.
+ * has 64 rows, in its registers as the 64-row operand, and sees every tile: of 64 keys in pass A,
+ * of 128 in pass B. While it works on a tile's numbers, the tensor cores are at its next product
+ * and at those of the other group. Pairs of tiles, keys and values, pass through one ring.
  *
  * Layouts of tiles and merged rows are those of fast_place.cuh. With g = lane / 4 and t = lane % 4
  * a thread sees rows g and g + 8 of its warp's 16, and of every eight columns (keys or dimensions)
@@ -35,13 +35,16 @@ constexpr int LOAD_REGISTERS = 56;
 constexpr int BARRIER_GROUP = 2; /* named barriers, one a group */
 constexpr int STREAM_JOBS = 2;   /* items whose descriptors are at hand */
 constexpr int SLICES = 2;        /* that are merged at once, for each chunk */
+constexpr int STEP_B = 128;      /* keys that a group takes at once in pass B */
 
 template <class element, int head_dim> struct stream_shape {
     using type = element;
     static constexpr int FORM = DKV_CU_FORM_DROPKV;
     static constexpr bool FP8 = false;
     static constexpr int DIM = head_dim;
-    static constexpr int R = 2; /* rows of a thread in pass A */
+    static constexpr int R = 2;       /* rows of a thread */
+    static constexpr int STEP = TILE; /* keys of a tile, which a group takes at once */
+    static constexpr int COLUMNS = STEP / 8;
     static constexpr int ROWS = 64 * GROUPS;
     static constexpr int K_STEPS = head_dim / 16;
     static constexpr int D_TILES = head_dim / 8;
@@ -49,7 +52,7 @@ template <class element, int head_dim> struct stream_shape {
     static constexpr int ROW_BYTES = 2 * head_dim;
     static constexpr int EIGHT_BYTES = 8 * ROW_BYTES;
     static constexpr int HALF_BYTES = HALF * ROW_BYTES;
-    static constexpr int TILE_BYTES = TILE * ROW_BYTES;
+    static constexpr int TILE_BYTES = STEP * ROW_BYTES;
     static constexpr int TILES = 12 * 128 / head_dim; /* of the ring: K V K V .. */
     static constexpr int MERGE_AHEAD = 16;
     static constexpr int PARTIAL_BYTES = ROWS * 16 + ROWS * head_dim * 4;
@@ -57,9 +60,12 @@ template <class element, int head_dim> struct stream_shape {
     static constexpr float WEIGHT_ONE = std::is_same<element, fp16_type>::value ? 1024.0f : 1.0f;
 };
 
-/* The same for pass B, which has its rows in shared memory, too. */
+/* The same for pass B, whose tiles are twice as long, and which has rows in shared memory, too. */
 template <class S> struct shape_b : S {
-    static constexpr int TILES = 6 * 128 / S::DIM;
+    static constexpr int STEP = STEP_B;
+    static constexpr int COLUMNS = STEP / 8;
+    static constexpr int TILE_BYTES = STEP * S::ROW_BYTES;
+    static constexpr int TILES = 4 * 128 / S::DIM;
 };
 
 /* Descriptors of the items that a thread block is at. */
@@ -83,17 +89,19 @@ template <class S> struct shared_a {
 };
 
 /* Partial scores of a tile for the warp that adds them up: from a warp four times those of four
- * rows. They are as far apart as keeps them out of each other's banks. */
-constexpr int PARTS = 3;
+ * rows. Keys are permuted by the row, to keep rows out of each other's banks. */
+constexpr int PARTS = 2;
 constexpr int PART_ROWS = 4;
-constexpr int PART_STRIDE = TILE + 8;
+__device__ __forceinline__ int part_place(int row, int key)
+{
+    return key ^ row % PART_ROWS * 8;
+}
 
 template <class S> struct shared_b {
     unsigned char places[S::TILES][S::TILE_BYTES];
     unsigned char rows[GROUPS][2][64 * S::ROW_BYTES]; /* hi and lo of -a, see merged */
-    unsigned char query[GROUPS][64 * S::ROW_BYTES];
-    float squares[S::TILES / 2][TILE]; /* |v|^2 of the keys of each tile of the ring */
-    float parts[PARTS][4 * GROUPS * PART_ROWS][PART_STRIDE];
+    float squares[S::TILES / 2][S::STEP]; /* |v|^2 of the keys of each tile of the ring */
+    float parts[PARTS][4 * GROUPS * PART_ROWS][S::STEP];
     tile_ring<S> tiles;
     unsigned long long parts_full[PARTS];
     unsigned long long parts_empty[PARTS];
@@ -107,8 +115,8 @@ struct stream_args {
     uint32_t turns;
 };
 
-/* In pass B an item is a range of tiles: chunk_keys = TILE, chunk the first one, chunks how many.
- */
+/* In pass B an item is a range of tiles: chunk_keys = STEP_B, chunk the first one, chunks how
+ * many. */
 __device__ __forceinline__ int range_tiles(const dkv_fast_item &item)
 {
     return item.chunks;
@@ -120,6 +128,12 @@ template <class S> __host__ __device__ __forceinline__ uint32_t row_groups_of(ui
     return (rows + S::ROWS - 1) / S::ROWS;
 }
 
+/* Tiles of pass B. */
+__host__ __device__ __forceinline__ uint32_t tiles_of(uint32_t keys)
+{
+    return (keys + STEP_B - 1) / STEP_B;
+}
+
 /* |v|^2 of a unit's keys, behind the merged rows of all row groups. Pass A leaves them for pass B.
  */
 template <class S> __device__ __forceinline__ float *squares_of(const job &work)
@@ -129,16 +143,11 @@ template <class S> __device__ __forceinline__ float *squares_of(const job &work)
                                          sizeof(merged<S>));
 }
 
-__host__ __device__ __forceinline__ uint32_t tiles_of(uint32_t keys)
-{
-    return (keys + TILE - 1) / TILE;
-}
-
 /* Partials of one row group of a unit, behind those. */
 template <class S> __device__ __forceinline__ unsigned char *partials_of(const job &work)
 {
     return reinterpret_cast<unsigned char *>(squares_of<S>(work) +
-                                             tiles_of(work.block.n_valid) * TILE) +
+                                             tiles_of(work.block.n_valid) * STEP_B) +
            static_cast<size_t>(work.item.row_group) * work.item.chunks * S::PARTIAL_BYTES;
 }
 
