@@ -39,6 +39,10 @@ run "$dir/bin/bench_select" check 200
 for test in budgets extremes golden layouts metamorphic nasty same_bits; do
     run "$dir/bin/test_$test" cuda:0
 done
+# Each scorer that uses the tensor cores against float64 on the device.
+for scorer in fast stream stream-16bit stream-fp8; do
+    run timeout 300 "$dir/bin/bench_fast" check "" 2 $scorer
+done
 # Its threads are late on purpose: what relies on being quick hangs or differs.
 run timeout 300 "$dir/bin/check_fast_shaken" check llama 10
 run "$dir/bin/check_random" cuda:0 300 1
