@@ -31,21 +31,7 @@ template <bool e5m2> __device__ __forceinline__ uint32_t fp16_of_fp8(uint32_t by
     return pair;
 }
 
-/* Four of them: the low two and the high two. In one piece, so that the high ones need no shift. */
-template <bool e5m2>
-__device__ __forceinline__ void fp16_of_fp8(uint32_t bytes, uint32_t &low, uint32_t &high)
-{
-    if constexpr (e5m2)
-        asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %2;\n"
-            "cvt.rn.f16x2.e5m2x2 %0, l;\ncvt.rn.f16x2.e5m2x2 %1, h;}"
-            : "=r"(low), "=r"(high)
-            : "r"(bytes));
-    else
-        asm("{.reg .b16 l, h;\nmov.b32 {l, h}, %2;\n"
-            "cvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;}"
-            : "=r"(low), "=r"(high)
-            : "r"(bytes));
-}
+/* Four of them. */
 __device__ __forceinline__ uint2 fp16_of_fp8(uint32_t bytes, uint32_t dtype)
 {
     return dtype == DKV_F8_E5M2
@@ -70,23 +56,15 @@ template <class S> struct fp8_keys {
     uint32_t bytes[S::DIM / 64][2][4];
     uint32_t words[S::K_STEPS][4];
 
-    /* Where the thread's first bytes lie in a tile. */
-    static __device__ __forceinline__ uint32_t offset(const place<S> &at)
-    {
-        return 16 * at.warp * S::DIM + raw_offset<S>(at.g, at.t);
-    }
-    /* From there. */
-    __device__ __forceinline__ void load(uint32_t first)
-    {
-#pragma unroll
-        for (int part = 0; part < S::DIM / 64; part++) {
-            load_shared(first ^ 64 * part, bytes[part][0]);
-            load_shared((first ^ 64 * part) + 8 * S::DIM, bytes[part][1]);
-        }
-    }
     __device__ __forceinline__ void load(uint32_t tile, const place<S> &at)
     {
-        load(tile + offset(at));
+        const uint32_t key = tile + 16 * at.warp * S::DIM;
+#pragma unroll
+        for (int part = 0; part < S::DIM / 64; part++) {
+            const uint32_t from = key + raw_offset<S>(at.g, 4 * part + at.t);
+            load_shared(from, bytes[part][0]);
+            load_shared(from + 8 * S::DIM, bytes[part][1]);
+        }
     }
     template <bool e5m2> __device__ __forceinline__ void convert(void)
     {
@@ -95,9 +73,8 @@ template <class S> struct fp8_keys {
 #pragma unroll
             for (int i = 0; i < 4; i++)
 #pragma unroll
-                for (int r = 0; r < 2; r++)
-                    fp16_of_fp8<e5m2>(bytes[part][r][i], words[4 * part + i][r],
-                                      words[4 * part + i][r + 2]);
+                for (int r = 0; r < 4; r++)
+                    words[4 * part + i][r] = fp16_of_fp8<e5m2>(bytes[part][r % 2][i] >> r / 2 * 16);
     }
     __device__ __forceinline__ void convert(bool e5m2)
     {
@@ -139,24 +116,13 @@ template <class S> struct fp8_values {
 
     __device__ __forceinline__ void load(uint32_t tile, const place<S> &at)
     {
-        load(tile + offset(2 * at.t, at));
-    }
-    /* From where the first of the thread's keys lies. */
-    __device__ __forceinline__ void load(uint32_t even)
-    {
-        const uint32_t odd = (even ^ (S::DIM == 128 ? 64 : 0)) + S::DIM;
+        const uint32_t even = tile + offset(2 * at.t, at);
+        const uint32_t odd = tile + offset(2 * at.t + 1, at);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             bytes[i][0] = bytes_of(even + 8 * i * S::DIM);
             bytes[i][1] = bytes_of(odd + 8 * i * S::DIM);
         }
-    }
-    /* Keeps the compiler from converting them before this point. */
-    __device__ __forceinline__ void hold_bytes(void)
-    {
-#pragma unroll
-        for (int i = 0; i < 8; i++)
-            asm volatile("" : "+r"(bytes[i][0]), "+r"(bytes[i][1])::"memory");
     }
     template <bool e5m2> __device__ __forceinline__ void convert(void)
     {
@@ -166,8 +132,8 @@ template <class S> struct fp8_values {
             for (int m = 0; m < S::DIM / 64; m++) {
                 const uint32_t pairs = __byte_perm(bytes[i][0], bytes[i][1],
                                                    m == 0 ? 0x5140 : 0x7362);
-                fp16_of_fp8<e5m2>(pairs, words[i / 2][m][i % 2 * 2],
-                                  words[i / 2][m][i % 2 * 2 + 1]);
+                words[i / 2][m][i % 2 * 2] = fp16_of_fp8<e5m2>(pairs);
+                words[i / 2][m][i % 2 * 2 + 1] = fp16_of_fp8<e5m2>(pairs >> 16);
             }
     }
     __device__ __forceinline__ void convert(bool e5m2)

@@ -14,8 +14,8 @@
 #ifndef DKV_KERNELS_CUDA_STREAM_FP8_SHAPE_CUH
 #define DKV_KERNELS_CUDA_STREAM_FP8_SHAPE_CUH
 
-#include "kernels/cuda/fast_fp8.cuh"
 #include "kernels/cuda/fast_merge.cuh"
+#include "kernels/cuda/stream_fp8_tiles.cuh"
 
 namespace dkv_stream_fp8
 {
