@@ -177,13 +177,6 @@ __device__ __forceinline__ void fetch_b(shared_memory<S> &shared, const dkv_fast
     }
 }
 
-template <class T> __device__ __forceinline__ void copy_words(T &to, const T *from, int lane)
-{
-    static_assert(sizeof(T) % 4 == 0, "descriptors are copied by words");
-    for (uint32_t i = lane; i < sizeof(T) / 4; i += 32)
-        reinterpret_cast<uint32_t *>(&to)[i] = reinterpret_cast<const uint32_t *>(from)[i];
-}
-
 /* Brings the descriptors of a turn. */
 template <class S>
 __device__ __forceinline__ void fetch_job(shared_memory<S> &shared, const dkv_fast_args &args,

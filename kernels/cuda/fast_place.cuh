@@ -166,6 +166,14 @@ template <class S, int size> struct tile_reader {
     }
 };
 
+/* Copies a descriptor, by a warp. */
+template <class T> __device__ __forceinline__ void copy_words(T &to, const T *from, int lane)
+{
+    static_assert(sizeof(T) % 4 == 0, "descriptors are copied by words");
+    for (uint32_t i = lane; i < sizeof(T) / 4; i += 32)
+        reinterpret_cast<uint32_t *>(&to)[i] = reinterpret_cast<const uint32_t *>(from)[i];
+}
+
 } // namespace dkv_fast
 
 #endif

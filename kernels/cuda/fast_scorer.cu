@@ -55,18 +55,13 @@ const dkv_fast_variant *variant_at(uint32_t number)
     return nullptr;
 }
 
-bool is_fp8(uint32_t dtype)
-{
-    return dtype == DKV_F8_E4M3 || dtype == DKV_F8_E5M2;
-}
-
 constexpr uint32_t NONE = 64;
 
 /* The number of the kernel for a block, or NONE. */
 uint32_t variant_of(const struct dkv_cu_block *block)
 {
-    const uint32_t dtype = is_fp8(block->k.dtype) ? static_cast<uint32_t>(DKV_F8_E4M3)
-                                                  : block->k.dtype;
+    const uint32_t dtype = dkv_cu_is_fp8(block->k.dtype) ? static_cast<uint32_t>(DKV_F8_E4M3)
+                                                         : block->k.dtype;
     const uint32_t rows = block->group * block->window;
     const uint32_t rows_per_thread = rows <= 32 ? 1 : 2;
     uint32_t number = 0;
@@ -180,20 +175,6 @@ cudaError_t fast_prepare(const struct dkv_cu_device *device)
     return cudaSuccess;
 }
 
-/* Whether a kernel reads these queries beside this cache: fp8 caches are made fp16, and what
- * becomes fp16 as good as exactly is the query of such a cache. */
-bool takes_types(const struct dkv_cu_block *block)
-{
-    if (!is_fp8(block->k.dtype))
-        return block->v.dtype == block->k.dtype && block->q_dtype == block->k.dtype &&
-               block->q_align >= 4;
-    if (!is_fp8(block->v.dtype))
-        return false;
-    if (is_fp8(block->q_dtype))
-        return block->q_align >= 4 && block->q_scale != 0.0f;
-    return (block->q_dtype == DKV_BF16 || block->q_dtype == DKV_FP16) && block->q_align >= 8;
-}
-
 /* Whether the rule is one that a kernel was made for: distances are the plain ones, and heads whose
  * rows become one do not straddle the 32 rows that pass B takes together. */
 bool takes_rule(const struct dkv_cu_block *block)
@@ -206,11 +187,8 @@ bool takes_rule(const struct dkv_cu_block *block)
 
 bool fast_takes(const struct dkv_cu_device *device, const struct dkv_cu_block *block)
 {
-    return kernels_are_real && device->major == 9 && device->shared_bytes_max >= 232448 &&
-           takes_rule(block) && takes_types(block) && block->v_dim == block->head_dim &&
-           block->k.align >= 16 && block->v.align >= 16 && block->eps == 0.0f &&
-           block->p_round == 0 && block->gqa != DKV_GQA_MAX &&
-           block->nonfinite == DKV_NONFINITE_ERROR;
+    return kernels_are_real && dkv_fast_takes_layout(device, block) && takes_rule(block) &&
+           dkv_fast_takes_types(block);
 }
 
 size_t fast_unit_bytes(const struct dkv_cu_block *block)

@@ -267,11 +267,6 @@ void dkv_cu_set_current(struct CUctx_st *context);
 
 /* ---- describe.c ---- */
 
-static inline bool dkv_cu_is_fp8(enum dkv_dtype dtype)
-{
-    return dtype == DKV_F8_E4M3 || dtype == DKV_F8_E5M2;
-}
-
 static inline bool dkv_cu_on_host(const struct dkv_view *view)
 {
     return view->place == DKV_PLACE_HOST;

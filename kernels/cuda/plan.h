@@ -38,6 +38,11 @@
 extern "C" {
 #endif
 
+static inline bool dkv_cu_is_fp8(uint32_t dtype)
+{
+    return dtype == DKV_F8_E4M3 || dtype == DKV_F8_E5M2;
+}
+
 /* The exponent of the range factor that scorers use unless large values force a smaller one: p is
  * accumulated as p * 2^40. */
 #define DKV_CU_EXPONENT 40

@@ -6,9 +6,8 @@
 #ifndef DKV_KERNELS_CUDA_STREAM_16BIT_PASS_B_CUH
 #define DKV_KERNELS_CUDA_STREAM_16BIT_PASS_B_CUH
 
-#include "kernels/cuda/fast_pass_a.cuh"
-#include "kernels/cuda/fast_pass_b.cuh"
 #include "kernels/cuda/stream_16bit_shape.cuh"
+#include "kernels/cuda/stream_terms.cuh"
 
 namespace dkv_stream_16bit
 {
@@ -27,63 +26,16 @@ template <class S> struct __align__(1024) room_b
     job work;
 };
 
-template <class S> struct group_b {
-    static constexpr int COLUMNS = S::COLUMNS;
+template <class S> struct group_b : group_terms<S, room_b<S>> {
+    using terms = group_terms<S, room_b<S>>;
+    using terms::COLUMNS, terms::at, terms::barrier, terms::room;
 
-    room_b<S> &room;
-    place<S> at;
-    int barrier;
     streams_b<S> stream;
-    int top[S::R]; /* top keys of rows 32 i + lane */
-    float largest_norm;
 
     __device__ __forceinline__ group_b(room_b<S> &in, int group, int thread)
-        : room(in), at(thread), barrier(1 + group)
+        : terms(in, group, thread)
     {
         stream.policy = policy_evict_first();
-    }
-
-    __device__ __forceinline__ const merged<S> &merged_rows(const job &work) const
-    {
-        return reinterpret_cast<const merged<S> *>(work.unit.work)[work.item.row_group];
-    }
-
-    /* Brings what the merge has made of the rows. */
-    __device__ __forceinline__ void load_rows(const job &work, const place<S> &at)
-    {
-        constexpr int BLOCK_BYTES = BLOCK_ROWS * S::ROW_BYTES;
-        const merged<S> &from = merged_rows(work);
-#pragma unroll
-        for (int block = 0; block < S::R; block++)
-#pragma unroll
-            for (int part = 0; part < 2; part++)
-#pragma unroll 4
-                for (int offset = 16 * at.thread; offset < BLOCK_BYTES;
-                     offset += 16 * GROUP_THREADS)
-                    *reinterpret_cast<uint4 *>(room.a[part] + block * BLOCK_BYTES + offset) =
-                        __ldcg(reinterpret_cast<const uint4 *>(from.a[block] + part * BLOCK_BYTES +
-                                                               offset));
-        if (at.thread < S::ROWS) {
-            float norm = 0.0f;
-#pragma unroll
-            for (int part = 0; part < S::DIM / 32; part++)
-                norm += __ldcg(&from.norm[at.thread][part]);
-            reinterpret_cast<float *>(room.norm)[at.thread] = norm;
-            reinterpret_cast<float *>(room.shift)[at.thread] = __ldcg(&from.lse[at.thread]) -
-                                                               DKV_CU_EXPONENT;
-        }
-#pragma unroll
-        for (int i = 0; i < S::R; i++)
-            top[i] = __ldcg(&from.top[32 * i + at.lane]);
-        fence_async_proxy();
-        group_barrier(barrier);
-        largest_norm = 0.0f;
-#pragma unroll
-        for (int i = 0; i < S::R; i++)
-            largest_norm = fmaxf(largest_norm,
-                                 reinterpret_cast<const float *>(room.norm)[32 * i + at.lane]);
-        for (int lanes = 16; lanes > 0; lanes /= 2)
-            largest_norm = fmaxf(largest_norm, __shfl_xor_sync(~0u, largest_norm, lanes));
     }
 
     /* The item that is in the room. `waits`: for the merge, before which it is not known. */
@@ -115,11 +67,11 @@ template <class S> struct group_b {
             if (first_key + TILE > rule.open_keys)
                 hide_keys<S>(work, first_key, place<S>(here(at.thread)), z);
             float sum[2] = {0.0f, 0.0f};
-            take_tops(work, first_key + 16 * at.warp, z, sum);
-            make_weights(z, logits.factor);
+            this->take_tops(work, first_key + 16 * at.warp, z, sum);
+            this->make_weights(z, logits.factor);
             warpgroup_wait<0>();
             hold(dot);
-            add_terms(work, v_tile, square, z, dot, sum);
+            this->add_terms(work, v_tile, square, z, dot, sum);
             sink.store(sum, first_key + 16 * at.warp + at.g, at.t);
             stream.advance();
         }
@@ -135,123 +87,7 @@ template <class S> struct group_b {
         query.store(shared_address(room.query), once);
         if (waits)
             griddepcontrol_wait();
-        load_rows(work, once);
-    }
-
-    /* Logits become (p / (1 - p))^2, with the range factor: 1 / (1 / p - 1) is what takes least. */
-    __device__ __forceinline__ void make_weights(float (&z)[COLUMNS][4], float factor) const
-    {
-#pragma unroll
-        for (int j = 0; j < COLUMNS; j++) {
-            const float2 shift = room.shift[4 * j + at.t];
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                const float ratio = rcp_fast(
-                    exp2_fast(fmaf(z[j][c], -factor, c & 1 ? shift.y : shift.x)) - RANGE);
-                z[j][c] = ratio * ratio;
-            }
-        }
-    }
-
-    /* Rows whose top key is one of this warp's have exact terms: fast_terms.cuh. Rare. */
-    __device__ __forceinline__ void take_tops(const job &work, int first_key,
-                                              float (&z)[COLUMNS][4], float (&sum)[2]) const
-    {
-#pragma unroll
-        for (int i = 0; i < S::R; i++) {
-            const int mine = top[i] - first_key;
-            if (__any_sync(~0u, static_cast<unsigned>(mine) < 16))
-                take_top_terms(merged_rows(work), BLOCK_ROWS * i, mine, at,
-                               reinterpret_cast<float(&)[ROW_TILES][4]>(z[ROW_TILES * i]), sum);
-        }
-    }
-
-    /* weights * |a - v|^2, summed over the thread's rows. */
-    __device__ __forceinline__ void add_terms(const job &work, uint32_t v_tile,
-                                              const float (&square)[2],
-                                              const float (&weights)[COLUMNS][4],
-                                              float (&dot)[COLUMNS][4], float (&sum)[2]) const
-    {
-        float least[2] = {INFINITY, INFINITY};
-#pragma unroll
-        for (int j = 0; j < COLUMNS; j++) {
-            const float2 norm = room.norm[4 * j + at.t];
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                dot[j][c] = fmaf(-2.0f, dot[j][c], (c & 1 ? norm.y : norm.x) + square[c >> 1]);
-                least[c >> 1] = fminf(least[c >> 1], dot[j][c]);
-            }
-        }
-        const bool may_cancel = least[0] < CANCELS * (largest_norm + square[0]) ||
-                                least[1] < CANCELS * (largest_norm + square[1]);
-        if (__any_sync(~0u, may_cancel))
-            distances_that_cancel(work, v_tile, square, dot);
-#pragma unroll
-        for (int j = 0; j < COLUMNS; j++)
-#pragma unroll
-            for (int c = 0; c < 4; c++)
-                sum[c >> 1] = fmaf(weights[j][c], dot[j][c], sum[c >> 1]);
-    }
-
-    /* Distances that are a small part of what they are the difference of, again. Rare. */
-    __device__ __forceinline__ void distances_that_cancel(const job &work, uint32_t v_tile,
-                                                          const float (&square)[2],
-                                                          float (&distance)[COLUMNS][4]) const
-    {
-        unsigned cancels[S::R] = {};
-#pragma unroll
-        for (int j = 0; j < COLUMNS; j++) {
-            const float2 norm = room.norm[4 * j + at.t];
-#pragma unroll
-            for (int c = 0; c < 4; c++)
-                if (distance[j][c] < CANCELS * ((c & 1 ? norm.y : norm.x) + square[c >> 1]))
-                    cancels[j / ROW_TILES] |= 1u << (4 * (j % ROW_TILES) + c);
-        }
-#pragma unroll
-        for (int i = 0; i < S::R; i++)
-            for (;;) {
-                const unsigned lanes = __ballot_sync(~0u, cancels[i] != 0);
-                if (lanes == 0)
-                    break;
-                const int lane = __ffs(lanes) - 1;
-                const int which = __ffs(__shfl_sync(~0u, cancels[i], lane)) - 1;
-                const int row = which / 4 * 8 + lane % 4 * 2 + which % 2;
-                const int key = 16 * at.warp + which / 2 % 2 * 8 + lane / 4;
-                const float exact = plain_distance(BLOCK_ROWS * i + row, v_tile, key,
-                                                   work.block.v.dtype);
-                const unsigned mine = at.lane == lane ? 1u << which : 0;
-                cancels[i] &= ~mine;
-#pragma unroll
-                for (int j = 0; j < ROW_TILES; j++)
-#pragma unroll
-                    for (int c = 0; c < 4; c++) {
-                        if (mine & 1u << (4 * j + c))
-                            distance[ROW_TILES * i + j][c] = exact;
-                    }
-            }
-    }
-
-    /* |a - v|^2 of a row and a key of the tile, summed plainly by the whole warp. */
-    __device__ __forceinline__ float plain_distance(int row, uint32_t v_tile, int key,
-                                                    uint32_t dtype) const
-    {
-        float sum = 0.0f;
-        float scale = 0.0f;
-        for (int pair = at.lane; pair < S::DIM / 2; pair += 32) {
-            const uint32_t a = shared_address(room.a[0]) + pair_offset<S>(row, pair);
-            const float2 hi = unpack<typename S::type>(load_shared(a));
-            const float2 lo = unpack<typename S::type>(load_shared(a + S::OPERAND_BYTES));
-            const float2 v = value_pair<S>(v_tile, key, pair, dtype);
-            const float x = hi.x - v.x + lo.x;
-            const float y = hi.y - v.y + lo.y;
-            sum = fmaf(x, x, fmaf(y, y, sum));
-            scale = fmaf(v.x, v.x, fmaf(v.y, v.y, scale));
-        }
-        for (int lanes = 16; lanes > 0; lanes /= 2) {
-            sum += __shfl_xor_sync(~0u, sum, lanes);
-            scale += __shfl_xor_sync(~0u, scale, lanes);
-        }
-        return sum <= EQUAL * scale ? 0.0f : sum;
+        this->load_rows(work, once);
     }
 };
 

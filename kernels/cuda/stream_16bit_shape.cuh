@@ -12,7 +12,6 @@ namespace dkv_stream_16bit
 {
 
 using namespace dkv_fast;
-using dkv_stream_fp8::copy_words_of;
 using dkv_stream_fp8::hide_keys;
 using dkv_stream_fp8::logit_factor;
 using dkv_stream_fp8::partials_of;

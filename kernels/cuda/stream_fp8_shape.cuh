@@ -49,12 +49,7 @@ template <int head_dim, int rows_per_thread, bool e4m3> struct shape {
     static constexpr int DEPTH = 3; /* pairs of tiles of a group, on their way and being read */
 };
 
-struct stream_args {
-    const dkv_cu_block *blocks;
-    const dkv_cu_unit *units;
-    const dkv_fast_item *items; /* [turns][groups of all thread blocks]; chunks 0: nothing */
-    uint32_t turns;
-};
+using stream_args = dkv_stream_args; /* items: [turns][groups of all thread blocks] */
 
 __host__ __device__ __forceinline__ uint32_t tiles_of(uint32_t keys)
 {
@@ -216,12 +211,6 @@ __device__ __forceinline__ int thread_in_group(void)
     return thread % GROUP_THREADS;
 }
 
-template <class T> __device__ __forceinline__ void copy_words_of(T &to, const T *from, int lane)
-{
-    for (uint32_t i = lane; i < sizeof(T) / 4; i += 32)
-        reinterpret_cast<uint32_t *>(&to)[i] = reinterpret_cast<const uint32_t *>(from)[i];
-}
-
 /* Brings the descriptors of a group's item, when all of the group are done with the one before;
  * false: there is nothing in this turn. */
 template <class S>
@@ -232,9 +221,9 @@ __device__ __forceinline__ bool take_item(job &work, const stream_args &args, ui
     group_barrier(barrier);
     if (item.chunks != 0) {
         if (at.warp == 0)
-            copy_words_of(work.unit, args.units + item.unit, at.lane);
+            copy_words(work.unit, args.units + item.unit, at.lane);
         if (at.warp == 1)
-            copy_words_of(work.block, args.blocks + item.block, at.lane);
+            copy_words(work.block, args.blocks + item.block, at.lane);
         if (at.thread == 0)
             work.item = item;
     }

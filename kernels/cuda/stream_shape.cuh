@@ -108,12 +108,7 @@ template <class S> struct shared_b {
     job_ring items;
 };
 
-struct stream_args {
-    const dkv_cu_block *blocks;
-    const dkv_cu_unit *units;
-    const dkv_fast_item *items; /* [turns][gridDim.x]; chunks 0: nothing in this turn */
-    uint32_t turns;
-};
+using stream_args = dkv_stream_args; /* items: [turns][gridDim.x] */
 
 /* In pass B an item is a range of tiles: chunk_keys = STEP_B, chunk the first one, chunks how
  * many. */

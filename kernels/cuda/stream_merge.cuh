@@ -1,0 +1,35 @@
+/* The merge of a stream scorer, a kernel between its passes. */
+#ifndef DKV_KERNELS_CUDA_STREAM_MERGE_CUH
+#define DKV_KERNELS_CUDA_STREAM_MERGE_CUH
+
+#include "kernels/cuda/fast_merge.cuh"
+
+namespace dkv_fast
+{
+
+/* Merges a slice of a row group: `slices` for each of its chunks, a thread block each.
+ * partials_of(job): where the row group's partials are. */
+template <class S, int slices, class where>
+__device__ __forceinline__ void merge_part(const dkv_stream_args &args, where partials_of)
+{
+    griddepcontrol_launch();
+    __shared__ job work;
+    __shared__ merge_room room;
+    const dkv_fast_item item = args.items[blockIdx.x / slices];
+    const int slice = item.chunk * slices + blockIdx.x % slices;
+    if (threadIdx.x < 32) {
+        copy_words(work.unit, args.units + item.unit, threadIdx.x);
+        copy_words(work.block, args.blocks + item.block, threadIdx.x);
+        if (threadIdx.x == 0)
+            work.item = item;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0 && slice == 0)
+        *work.unit.exponent = DKV_CU_EXPONENT;
+    griddepcontrol_wait();
+    merge_slice<S>(room, work, partials_of(work), slice, item.chunks * slices, threadIdx.x);
+}
+
+} // namespace dkv_fast
+
+#endif
