@@ -80,106 +80,69 @@ __device__ void await(unsigned long long &barrier, int turn)
 
 /* ---- one kernel for each kind; warp 0 writes, warp 1 reads ---- */
 
-/* Every lane arrives for itself, there and back. */
-__global__ void every_lane_arrives(const pattern_args args)
-{
-    __shared__ hand_over at;
-    begin(at, 32, 32);
-    const int lane = threadIdx.x & 31;
-    for (int turn = 0; turn < TURNS; turn++) {
-        if (threadIdx.x < 32) {
-            await(at.empty, turn + 1);
-            write_words(at, args, turn, lane);
-            mbarrier_arrive(shared_address(&at.full));
-        } else {
-            await(at.full, turn);
-            check_words(at, args, turn, lane);
-            give_back_by_all(at);
-        }
+/* How the writer says that a turn's words are there. */
+struct every_lane {
+    static constexpr uint32_t ARRIVALS = 32;
+    static __device__ void arrive(unsigned long long &barrier, int)
+    {
+        mbarrier_arrive(shared_address(&barrier));
     }
-}
-
-/* One lane arrives for its warp, which has met before: of what was written. */
-__global__ void one_lane_arrives(const pattern_args args)
-{
-    __shared__ hand_over at;
-    begin(at, 1, 32);
-    const int lane = threadIdx.x & 31;
-    for (int turn = 0; turn < TURNS; turn++) {
-        if (threadIdx.x < 32) {
-            await(at.empty, turn + 1);
-            write_words(at, args, turn, lane);
-            __syncwarp();
-            if (lane == 0)
-                mbarrier_arrive(shared_address(&at.full));
-        } else {
-            await(at.full, turn);
-            check_words(at, args, turn, lane);
-            give_back_by_all(at);
-        }
+};
+struct one_lane {
+    static constexpr uint32_t ARRIVALS = 1;
+    static __device__ void arrive(unsigned long long &barrier, int lane)
+    {
+        __syncwarp();
+        if (lane == 0)
+            mbarrier_arrive(shared_address(&barrier));
     }
-}
+};
 
-/* The same of what was read. */
-__global__ void one_lane_gives_back(const pattern_args args)
-{
-    __shared__ hand_over at;
-    begin(at, 32, 1);
-    const int lane = threadIdx.x & 31;
-    for (int turn = 0; turn < TURNS; turn++) {
-        if (threadIdx.x < 32) {
-            await(at.empty, turn + 1);
-            write_words(at, args, turn, lane);
-            mbarrier_arrive(shared_address(&at.full));
-        } else {
-            await(at.full, turn);
-            check_words(at, args, turn, lane);
-            __syncwarp();
-            if (lane == 0)
-                mbarrier_arrive(shared_address(&at.empty));
-        }
+/* What the writer does in a turn, up to its arrival. */
+template <class arrival> struct stores {
+    static constexpr uint32_t ARRIVALS = arrival::ARRIVALS;
+    static __device__ void write(hand_over &at, const pattern_args &args, int turn, int lane)
+    {
+        write_words(at, args, turn, lane);
+        arrival::arrive(at.full, lane);
     }
-}
-
-/* Copies of 16 bytes that arrive when they are there. */
-__global__ void copies_arrive(const pattern_args args)
-{
-    __shared__ hand_over at;
-    begin(at, 32, 32);
-    const int lane = threadIdx.x & 31;
-    for (int turn = 0; turn < TURNS; turn++) {
-        if (threadIdx.x < 32) {
-            await(at.empty, turn + 1);
-            copy_16(shared_address(&at.words[4 * lane]), args.from + turn * WORDS + 4 * lane, true,
-                    policy_normal());
-            mbarrier_arrive_after_copies(shared_address(&at.full));
-        } else {
-            await(at.full, turn);
-            check_words(at, args, turn, lane);
-            give_back_by_all(at);
-        }
+};
+struct copies {
+    static constexpr uint32_t ARRIVALS = 32;
+    static __device__ void write(hand_over &at, const pattern_args &args, int turn, int lane)
+    {
+        copy_16(shared_address(&at.words[4 * lane]), args.from + turn * WORDS + 4 * lane, true,
+                policy_normal());
+        mbarrier_arrive_after_copies(shared_address(&at.full));
     }
-}
+};
+struct a_bulk_copy {
+    static constexpr uint32_t ARRIVALS = 1;
+    static __device__ void write(hand_over &at, const pattern_args &args, int turn, int lane)
+    {
+        if (lane == 0) {
+            mbarrier_arrive_expecting(shared_address(&at.full), sizeof(at.words));
+            copy_bulk(shared_address(at.words), args.from + turn * WORDS, sizeof(at.words),
+                      shared_address(&at.full));
+        }
+        __syncwarp();
+    }
+};
 
-/* A bulk copy, which the barrier counts by bytes. */
-__global__ void a_bulk_copy_arrives(const pattern_args args)
+/* From one warp to another and back: `there` writes and says so, `back` says that all is read. */
+template <class there, class back> __global__ void from_warp_to_warp(const pattern_args args)
 {
     __shared__ hand_over at;
-    begin(at, 1, 32);
+    begin(at, there::ARRIVALS, back::ARRIVALS);
     const int lane = threadIdx.x & 31;
     for (int turn = 0; turn < TURNS; turn++) {
         if (threadIdx.x < 32) {
             await(at.empty, turn + 1);
-            if (lane == 0) {
-                mbarrier_arrive_expecting(shared_address(&at.full), sizeof(at.words));
-                copy_bulk(shared_address(at.words), args.from + turn * WORDS, sizeof(at.words),
-                          shared_address(&at.full));
-            }
-            __syncwarp();
-        } else {
+            there::write(at, args, turn, lane);
+        } else if (threadIdx.x < 64) {
             await(at.full, turn);
             check_words(at, args, turn, lane);
-            give_back_by_all(at);
+            back::arrive(at.empty, lane);
         }
     }
 }
@@ -317,11 +280,11 @@ struct pattern {
 };
 
 const pattern patterns[] = {
-    {"every_lane_arrives", every_lane_arrives},
-    {"one_lane_arrives", one_lane_arrives},
-    {"one_lane_gives_back", one_lane_gives_back},
-    {"copies_arrive", copies_arrive},
-    {"a_bulk_copy_arrives", a_bulk_copy_arrives},
+    {"every_lane_arrives", from_warp_to_warp<stores<every_lane>, every_lane>},
+    {"one_lane_arrives", from_warp_to_warp<stores<one_lane>, every_lane>},
+    {"one_lane_gives_back", from_warp_to_warp<stores<every_lane>, one_lane>},
+    {"copies_arrive", from_warp_to_warp<copies, every_lane>},
+    {"a_bulk_copy_arrives", from_warp_to_warp<a_bulk_copy, every_lane>},
     {"a_third_warp_relays", a_third_warp_relays},
     {"a_named_barrier", a_named_barrier},
     {"a_global_counter", a_global_counter},
