@@ -6,6 +6,19 @@
 #include <stdio.h>
 #include <string.h>
 
+/* The planned case is invalid, and the error says `text`. */
+static void expect_refused(struct dkv_case *c, const char *text)
+{
+    struct dkv_engine *engine = open_engine(1);
+    struct answer a;
+    make_answer(&a, c);
+    run(engine, &a.item, 1);
+    assert_int_equal(a.item.status, DKV_E_INVALID);
+    assert_non_null(strstr(a.item.error.text, text));
+    free_answer(&a);
+    dkv_engine_cpu.close(engine);
+}
+
 static void values_too_large_to_square_are_out_of_range(void **state)
 {
     (void)state;
@@ -54,14 +67,7 @@ static void scores_beyond_float32_are_out_of_range(void **state)
         for (uint64_t e = 0; e < 512; e++)
             dkv_case_set(&c, DKV_VALUE, 0, t, e, (t * 7 + e * 5) % 3 == 0 ? 9.9e17 : -9.9e17);
     dkv_case_plan(&c);
-    struct dkv_engine *engine = open_engine(1);
-    struct answer a;
-    make_answer(&a, &c);
-    run(engine, &a.item, 1);
-    assert_int_equal(a.item.status, DKV_E_INVALID);
-    assert_non_null(strstr(a.item.error.text, "out of range at KV head 0"));
-    free_answer(&a);
-    dkv_engine_cpu.close(engine);
+    expect_refused(&c, "out of range at KV head 0");
     dkv_case_fini(&c);
 }
 
@@ -83,14 +89,7 @@ static void finite_keys_whose_logits_are_no_numbers_are_an_error(void **state)
         for (uint64_t e = 0; e < 512; e++)
             dkv_case_set(&c, DKV_KEY, 0, t, e, (t * 7 + e * e) % 3 == 0 ? 3.3e38 : -3.3e38);
     dkv_case_plan(&c);
-    struct dkv_engine *engine = open_engine(1);
-    struct answer a;
-    make_answer(&a, &c);
-    run(engine, &a.item, 1);
-    assert_int_equal(a.item.status, DKV_E_INVALID);
-    assert_non_null(strstr(a.item.error.text, "float32"));
-    free_answer(&a);
-    dkv_engine_cpu.close(engine);
+    expect_refused(&c, "float32");
     dkv_case_fini(&c);
 }
 
@@ -115,14 +114,7 @@ static void finite_keys_whose_logits_overflow_are_an_error(void **state)
             }
         }
         dkv_case_plan(&c);
-        struct dkv_engine *engine = open_engine(1);
-        struct answer a;
-        make_answer(&a, &c);
-        run(engine, &a.item, 1);
-        assert_int_equal(a.item.status, DKV_E_INVALID);
-        assert_non_null(strstr(a.item.error.text, "float32"));
-        free_answer(&a);
-        dkv_engine_cpu.close(engine);
+        expect_refused(&c, "float32");
     }
     dkv_case_fini(&c);
 }
