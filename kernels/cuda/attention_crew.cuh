@@ -190,9 +190,16 @@ __global__ void __launch_bounds__(shape::threads, 1) attend(const attention_args
         work, at, room_at + shape::room_bytes - shape::early_tiles * shape::tile_bytes,
         there[at.group]);
     const crew_share share = share_of(work.at, member, at.group, shape::groups);
+    crew_queries<shape> my_queries;
+    load_crew_queries(work, my_queries);
 #pragma unroll 1
-    for (int t = 0; t < shape::places; t++)
+    for (int t = 0; t < shape::places; t++) {
         fetch_tile(work, ring, t, t < share.n, share.first + t * share.step);
+        if (t == 0) { /* while that is on its way */
+            place_queries(my_queries, queries);
+            place_last_keys<shape>(work, last_keys);
+        }
+    }
 
     kept_terms<shape> kept;
     kept.tiles = room_at + at.thread * 16;
@@ -205,7 +212,6 @@ __global__ void __launch_bounds__(shape::threads, 1) attend(const attention_args
     const crew_rule rule = {queries, work.block.n_valid - work.block.window + 1, last_keys,
                             scaling_of(work.block)};
     float odd = 0;
-    place_queries<shape>(work, queries, last_keys);
     dkv_fast::fence_async_proxy();
     __syncthreads();
 
@@ -232,20 +238,27 @@ __global__ void __launch_bounds__(shape::threads, 1) attend(const attention_args
     settle_crew<shape>(args, work, at, member, softmax, room, results);
     const crew_fold<columns> of = fold_of<shape, fold>(work, at, results, share.n, softmax, kept);
 
+    /* Tiles that are made again take turns with others, so that keys come meanwhile. */
+    int made = again;
+    int stored = share.n - 1;
 #pragma unroll 1
-    for (int t = share.n - 1; t >= 0; t--) {
-        crew_values<columns> x;
+    for (int i = 0; i < share.n; i++) {
+        if (stored <= again && stored >= shape::kept_tiles)
+            stored = shape::kept_tiles - 1;
+        const bool makes = made >= shape::kept_tiles && (i % 2 == 0 || stored < 0);
+        const int t = makes ? made-- : stored--;
         const uint32_t first_key = share.first + t * share.step;
-        const int next = t - shape::ring_tiles;
-        if (t < shape::kept_tiles) {
-            load_terms(kept, t, x);
-        } else if (t > again) {
-            pop_terms(kept, x);
-        } else {
+        crew_values<columns> x;
+        if (makes) {
+            const int next = t - shape::ring_tiles;
             const float scale = next_logits<shape>(
                 work, ring, at, rule, place_of_tile<shape>(turn++), false, first_key,
                 next >= shape::kept_tiles, share.first + next * share.step, odd, x);
             make_terms<columns>(softmax, scale, x, x);
+        } else if (t < shape::kept_tiles) {
+            load_terms(kept, t, x);
+        } else {
+            pop_terms(kept, x);
         }
         const float total = fold_terms<shape, fold>(of, results, at, x);
         if ((at.lane & 2) == 0)

@@ -192,29 +192,58 @@ __device__ inline slot_row row_of_slot(const place &at, uint32_t slot)
     return {head, slot - head * at.per_head};
 }
 
-/* The queries, as the other operand, and the last keys that rows see (-1: there is no row); by all
- * threads. */
+/* The queries that a thread places. They are loaded before any keys are sent for, since they would
+ * have to wait for all of those. */
+template <class shape> struct crew_queries {
+    static constexpr uint32_t each = (shape::slots * shape::pieces + shape::threads - 1) /
+                                     shape::threads;
+    uint4 words[each];
+};
+
 template <class shape>
-__device__ inline void place_queries(const job &work, uint32_t queries, int *last_keys)
+__device__ inline void load_crew_queries(const job &work, crew_queries<shape> &queries)
 {
     const dkv_cu_block &block = work.block;
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < shape::slots * shape::pieces; i += shape::threads) {
-        const uint32_t slot = i / shape::pieces;
-        const uint32_t piece = i % shape::pieces;
+#pragma unroll
+    for (uint32_t i = 0; i < queries.each; i++) {
+        const uint32_t at = i * shape::threads + threadIdx.x;
+        const uint32_t slot = at / shape::pieces;
+        const uint32_t piece = at % shape::pieces;
         const slot_row row = row_of_slot(work.at, slot);
-        const bool exists = slot < work.at.n_slots && row.t < block.window;
-        uint4 words = {0, 0, 0, 0};
-        if (exists && piece * 8 < block.head_dim)
-            words = *reinterpret_cast<const uint4 *>(work.unit.q + row.head * block.q_head_stride +
-                                                     row.t * block.q_row_stride + piece * 16);
-        if (piece == 0)
-            last_keys[slot] = exists ? static_cast<int>(block.n_valid - block.window + row.t) : -1;
-        asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(
-                         queries + piece_offset<shape>(slot, piece)),
-                     "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
-                     : "memory");
+        queries.words[i] = {0, 0, 0, 0};
+        if (slot < work.at.n_slots && row.t < block.window && piece * 8 < block.head_dim)
+            queries.words[i] = *reinterpret_cast<const uint4 *>(
+                work.unit.q + row.head * block.q_head_stride + row.t * block.q_row_stride +
+                piece * 16);
     }
+}
+
+/* As the other operand, by all threads. */
+template <class shape>
+__device__ inline void place_queries(const crew_queries<shape> &queries, uint32_t to)
+{
+#pragma unroll
+    for (uint32_t i = 0; i < queries.each; i++) {
+        const uint32_t at = i * shape::threads + threadIdx.x;
+        const uint4 &words = queries.words[i];
+        if (at < shape::slots * shape::pieces)
+            asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(
+                             to + piece_offset<shape>(at / shape::pieces, at % shape::pieces)),
+                         "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+                         : "memory");
+    }
+}
+
+/* The last keys that rows see; -1: there is no row. */
+template <class shape> __device__ inline void place_last_keys(const job &work, int *last_keys)
+{
+    const dkv_cu_block &block = work.block;
+    const uint32_t slot = threadIdx.x;
+    if (slot >= shape::slots)
+        return;
+    const slot_row row = row_of_slot(work.at, slot);
+    const bool exists = slot < work.at.n_slots && row.t < block.window;
+    last_keys[slot] = exists ? static_cast<int>(block.n_valid - block.window + row.t) : -1;
 }
 
 /* ---- logits ---- */

@@ -13,7 +13,7 @@
 namespace
 {
 
-constexpr uint32_t max_ranges = 64;
+constexpr uint32_t max_ranges = 32;
 constexpr uint32_t min_range_keys = 256;
 
 /* Under way, of a lane: fewer than for scores, since sums take registers. */

@@ -15,9 +15,15 @@ namespace
 {
 
 constexpr int threads = 512;
+constexpr int resident = 2; /* thread blocks of a multiprocessor */
 constexpr uint32_t warps = threads / 32;
 constexpr float least_square = 1e-30f; /* of a length in float32 */
 constexpr float most_square = 1e30f;
+
+__host__ __device__ inline uint32_t ceil_div(uint32_t a, uint32_t b)
+{
+    return (a + b - 1) / b;
+}
 
 /* What a thread block works on, in shared memory, because descriptors in global memory are far. */
 struct job {
@@ -86,6 +92,25 @@ template <uint32_t dtype> struct eight_elements {
     unsigned word[words];
 };
 
+/* Past the first cache, in which nothing is found again. */
+__device__ __forceinline__ uint4 fetch_16(const unsigned char *from)
+{
+    uint4 x;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(from));
+    return x;
+}
+
+__device__ __forceinline__ uint2 fetch_8(const unsigned char *from)
+{
+    uint2 x;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(x.x), "=r"(x.y)
+                 : "l"(from));
+    return x;
+}
+
 template <uint32_t dtype>
 __device__ __forceinline__ void fetch(const unsigned char *row, eight_elements<dtype> &out)
 {
@@ -95,12 +120,12 @@ __device__ __forceinline__ void fetch(const unsigned char *row, eight_elements<d
     if (!row)
         return;
     if constexpr (out.words == 2) {
-        const uint2 two = __ldg(reinterpret_cast<const uint2 *>(row));
+        const uint2 two = fetch_8(row);
         out.word[0] = two.x, out.word[1] = two.y;
     } else {
 #pragma unroll
         for (int i = 0; i < out.words; i += 4) {
-            const uint4 four = __ldg(reinterpret_cast<const uint4 *>(row) + i / 4);
+            const uint4 four = fetch_16(row + 4 * i);
             out.word[i] = four.x, out.word[i + 1] = four.y;
             out.word[i + 2] = four.z, out.word[i + 3] = four.w;
         }
@@ -194,33 +219,6 @@ struct slow_way {
     static constexpr int loads = 8;
     static constexpr bool fast = false;
 };
-
-template <uint32_t dtype, class function>
-__device__ __forceinline__ void with_lanes(const dkv_cu_block &block, function use)
-{
-    if (block.head_dim <= 64)
-        use(fast_way<dtype, 8>{});
-    else if (block.head_dim <= 128)
-        use(fast_way<dtype, 16>{});
-    else
-        use(fast_way<dtype, 32>{});
-}
-
-/* Calls use(way) with the block's. */
-template <class function> __device__ __forceinline__ void with_way(const job &work, function use)
-{
-    const dkv_cu_block &block = work.block;
-    const bool is_fp8 = dkv_cu_dtype_bytes(block.k.dtype) == 1;
-    if (block.head_dim > 256 || block.k.align < (is_fp8 ? 8 : 16))
-        return use(slow_way{});
-    switch (block.k.dtype) {
-    case DKV_BF16: return with_lanes<DKV_BF16>(block, use);
-    case DKV_FP16: return with_lanes<DKV_FP16>(block, use);
-    case DKV_FP32: return with_lanes<DKV_FP32>(block, use);
-    case DKV_F8_E4M3: return with_lanes<DKV_F8_E4M3>(block, use);
-    default: return with_lanes<DKV_F8_E5M2>(block, use);
-    }
-}
 
 } // namespace
 

@@ -51,7 +51,7 @@ template <class S> struct group_a {
             hold_sums();
             raise_rows<S>(rows, x, logits.factor, much, work, first_key, at.t);
         }
-        tile.set(x, logits.factor, rows.base);
+        tile.set(x, logits.factor, rows.base, look_of(z));
     }
 
     __device__ __forceinline__ void start_values(const tile_pair<S> &tile)
@@ -78,20 +78,13 @@ template <class S> struct group_a {
         warpgroup_wait<1>();
         hold(z);
         now.release_keys(shared, at.lane);
-        float all[4] = {}; /* no number if one of the dot products is none */
-#pragma unroll
-        for (int j = 0; j < 8; j++)
-#pragma unroll
-            for (int c = 0; c < 4; c++)
-                all[c] += z[j][c];
-        const bool much = is_much(z, logits.factor, 0) || is_much(z, logits.factor, 1);
+        const bool much = is_much(z, logits.factor, 0) | is_much(z, logits.factor, 1);
         tile_weights<S> tile;
         if (logits.plain && first_key + TILE <= rule.open_keys && !__any_sync(~0u, much))
-            tile.set(z, logits.factor, rows.base);
+            tile.set(z, logits.factor, rows.base, look_of(z));
         else
             weigh_slowly(work, rule, logits, first_key, tile);
-        const float whole = ((all[0] + all[1]) + (all[2] + all[3])) + (tile.sum[0] + tile.sum[1]);
-        if (__any_sync(~0u, !(fabsf(whole) < INFINITY)))
+        if (__any_sync(~0u, !(tile.sum[0] + tile.sum[1] < INFINITY)))
             atomicOr(&work.unit.report->flags, DKV_CU_RETRY);
         /* Behind a branch that needs the weights, or the compiler would compute them behind this.
          */
@@ -169,46 +162,29 @@ __device__ __forceinline__ void run_group_a(shared_a<S> &shared, const stream_ar
     }
 }
 
-/* Adds up `count` numbers of each lane over two lanes that the bit `bit` tells apart: each keeps
- * the sums of one half of them. */
-template <int count> __device__ __forceinline__ void fold(float *x, int bit, int lane)
-{
-    const bool upper = lane & bit;
-#pragma unroll
-    for (int i = 0; i < count / 2; i++) {
-        const float mine = upper ? x[count / 2 + i] : x[i];
-        const float other = upper ? x[i] : x[count / 2 + i];
-        x[i] = mine + __shfl_xor_sync(~0u, other, bit);
-    }
-}
-
-/* |v|^2 of half a tile, by one warp: lane / 8 is a key of four, lane % 8 sixteen bytes of it. */
+/* |v|^2 of 32 keys, a key each lane. Eight lanes have eight rows of a block, whose permuted columns
+ * are in different banks. */
 template <class S>
-__device__ __forceinline__ void sum_half_squares(uint32_t half, float *to, int lane)
+__device__ __forceinline__ void sum_squares_of_half(uint32_t half, float *to, int lane)
 {
-    const uint32_t from = half + (lane / 8) * 128 + lane % 8 * 16;
-    float sums[8];
+    const uint32_t row = half + lane / 8 * S::EIGHT_BYTES + lane % 8 * 128;
+    float sum[4] = {};
 #pragma unroll
-    for (int i = 0; i < 8; i++) { /* keys 4i and up */
-        float x = 0.0f;
-        float y = 0.0f;
+    for (int column = 0; column < S::DIM / 8; column += 4) {
+        uint32_t words[4][4];
 #pragma unroll
-        for (int block = 0; block < S::DIM / 64; block++) {
-            uint32_t words[4];
-            load_shared(from + i / 2 * S::EIGHT_BYTES + i % 2 * 512 + block * 1024, words);
+        for (int i = 0; i < 4; i++)
+            load_shared(row + column / 8 * 1024 + (((column % 8 + i) ^ lane % 8) << 4), words[i]);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
 #pragma unroll
             for (int w = 0; w < 4; w++) {
-                const float2 v = unpack<typename S::type>(words[w]);
-                x = fmaf(v.x, v.x, x);
-                y = fmaf(v.y, v.y, y);
+                const float2 v = unpack<typename S::type>(words[i][w]);
+                sum[w % 2 * 2] = fmaf(v.x, v.x, sum[w % 2 * 2]);
+                sum[w % 2 * 2 + 1] = fmaf(v.y, v.y, sum[w % 2 * 2 + 1]);
             }
-        }
-        sums[i] = x + y;
     }
-    fold<8>(sums, 4, lane);
-    fold<4>(sums, 2, lane);
-    fold<2>(sums, 1, lane);
-    to[4 * (lane % 8) + lane / 8] = sums[0];
+    to[lane] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
 /* Leaves |v|^2 of the keys of half of each tile for pass B; two warps do. */
@@ -221,7 +197,8 @@ __device__ __forceinline__ void sum_squares_of(shared_a<S> &shared, const job &w
     for (int tile = 0; tile < tiles; tile++) {
         mbarrier_wait(now.values_full(shared), now.at.parity);
         if (work.item.row_group == 0)
-            sum_half_squares<S>(now.values(shared) + half * S::HALF_BYTES, to + TILE * tile, lane);
+            sum_squares_of_half<S>(now.values(shared) + half * S::HALF_BYTES, to + TILE * tile,
+                                   lane);
         now.release_values(shared, lane);
         now.advance();
     }

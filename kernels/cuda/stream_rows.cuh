@@ -85,18 +85,29 @@ template <class S> struct row_sums {
     }
 };
 
+/* No number if one of a tile's dot products is none: one row shows it of a key, and a row that is
+ * not one shows it by any key. */
+__device__ __forceinline__ float look_of(const float (&dots)[8][4])
+{
+    float sum[2] = {};
+#pragma unroll
+    for (int j = 0; j < 8; j++)
+        sum[j % 2] += dots[j][0] + dots[j][3];
+    return sum[0] + sum[1];
+}
+
 /* The weights of a tile's keys. */
 template <class S> struct tile_weights {
     float w[8][4];
-    float sum[2];
+    float sum[2]; /* no numbers if `look` is none */
 
     __device__ __forceinline__ void set(const float (&z)[8][4], float factor,
-                                        const float (&base)[2])
+                                        const float (&base)[2], float look)
     {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const float shift = S::WEIGHT_SHIFT - base[i];
-            sum[i] = 0.0f;
+            sum[i] = 0.0f * look;
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 w[j][2 * i] = exp2_fast(fmaf(z[j][2 * i], factor, shift));
