@@ -111,8 +111,9 @@ struct copies {
     static constexpr uint32_t ARRIVALS = 32;
     static __device__ void write(hand_over &at, const pattern_args &args, int turn, int lane)
     {
-        copy_16(shared_address(&at.words[4 * lane]), args.from + turn * WORDS + 4 * lane, true,
-                policy_normal());
+        /* Through an instruction that the compiler leaves alone: see begin() of warp_copies. */
+        const uint32_t to = __shfl_sync(~0u, shared_address(&at.words[4 * lane]), lane);
+        copy_16(to, args.from + turn * WORDS + 4 * lane, true, policy_normal());
         mbarrier_arrive_after_copies(shared_address(&at.full));
     }
 };
