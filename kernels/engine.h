@@ -70,8 +70,11 @@ struct dkv_engine_info {
     char backend[64]; /* "cpu/avx512bf16", "cuda/sm_90a": what logs, metrics and replies name */
     char device[96];  /* "Intel(R) Xeon(R) ..., 2 threads", "NVIDIA H200" */
     unsigned threads;
-    uint64_t scratch_bytes; /* working memory held now, beyond inputs and outputs */
-    uint64_t scratch_peak_bytes;
+    /* Working memory beyond inputs and outputs: what the CPU engine holds now; what the kernels of
+     * the CUDA engine's last wave used of the memory that it allocates at open, once and for all.
+     */
+    uint64_t scratch_bytes;
+    uint64_t scratch_peak_bytes;  /* the most so far */
     uint8_t uuid[DKV_UUID_BYTES]; /* of the GPU; zero for the CPU */
 };
 

@@ -188,12 +188,13 @@ struct dkv_cu_need dkv_cu_need_of(const struct dkv_cu_engine *engine, const stru
     const struct dkv_block *block = item->block;
     const size_t n = desc->n_valid;
     struct dkv_cu_need need = {
-        .scratch = dkv_cu_align(scorer->unit_bytes(desc)),
+        .scratch = dkv_cu_align(dkv_cu_work_bytes(scorer, desc)),
         .io_up = sizeof(struct dkv_cu_unit) + sizeof(struct dkv_cu_report) +
                  dkv_cu_align(2 * desc->group * sizeof(float)) + 1024,
     };
     if (!desc->chosen || desc->spread) { /* the others' are their choice's */
-        need.scratch += dkv_cu_align(n * sizeof(float));
+        if (!dkv_cu_scores_in_work(scorer, desc))
+            need.scratch += dkv_cu_align(n * sizeof(float));
         if (desc->nonfinite == DKV_NONFINITE_MASK)
             need.scratch += dkv_cu_align((n + 31) / 32 * sizeof(unsigned));
     }

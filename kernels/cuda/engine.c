@@ -60,8 +60,8 @@ static void cuda_info(const struct dkv_engine *opaque, struct dkv_engine_info *i
 {
     const struct dkv_cu_engine *engine = (const struct dkv_cu_engine *)opaque;
     *info_out = (struct dkv_engine_info){
-        .scratch_bytes = engine->wave_scratch + engine->shared_bytes,
-        .scratch_peak_bytes = engine->scratch.peak + engine->shared_bytes,
+        .scratch_bytes = engine->wave_scratch,
+        .scratch_peak_bytes = engine->wave_scratch_peak,
         .threads = dkv_threads_count(engine->crew),
     };
     snprintf(info_out->backend, sizeof(info_out->backend), "cuda/sm_%d%d", engine->device.major,

@@ -66,7 +66,6 @@ struct dkv_cu_arena {
     unsigned char *base;
     size_t bytes;
     size_t used;
-    size_t peak;
 };
 
 static inline size_t dkv_cu_align(size_t bytes)
@@ -82,8 +81,6 @@ static inline void *dkv_cu_take(struct dkv_cu_arena *arena, size_t bytes)
         return NULL;
     void *at = arena->base + arena->used;
     arena->used += need;
-    if (arena->used > arena->peak)
-        arena->peak = arena->used;
     return at;
 }
 
@@ -215,7 +212,8 @@ struct dkv_cu_engine {
     struct dkv_cu_layer *layers; /* [max_items]: layers=cake */
     unsigned char *shared;       /* device; see dkv_cu_scorer.shared_bytes */
     size_t shared_bytes;
-    size_t wave_scratch; /* scratch of the last wave */
+    size_t wave_scratch; /* what the last wave used of both */
+    size_t wave_scratch_peak;
     struct dkv_cu_half halves[2];
     unsigned half;
     struct dkv_cu_ring ring;

@@ -188,11 +188,13 @@ static float scale_of(const struct dkv_view *view, uint32_t head)
 
 /* Scores and what selection needs: the unit's own. A chosen block that is only measured has no
  * choice, and no selection either. */
-static void take_outputs(struct dkv_cu_engine *engine, const struct dkv_cu_block *desc,
-                         struct dkv_cu_unit *unit)
+static void take_outputs(struct dkv_cu_engine *engine, const struct dkv_cu_scorer *scorer,
+                         const struct dkv_cu_block *desc, struct dkv_cu_unit *unit)
 {
     const size_t n = desc->n_valid;
-    unit->scores = dkv_cu_take(&engine->scratch, n * sizeof(float));
+    unit->scores = dkv_cu_scores_in_work(scorer, desc)
+                       ? (float *)(unit->work + scorer->scores_at(desc))
+                       : dkv_cu_take(&engine->scratch, n * sizeof(float));
     if (!desc->chosen && dkv_cu_select_needs_keys(&engine->device, desc->n_valid))
         unit->keys = dkv_cu_take(&engine->scratch, (n + 4) * sizeof(uint32_t));
     if (desc->nonfinite == DKV_NONFINITE_MASK)
@@ -217,18 +219,18 @@ enum dkv_status dkv_cu_add_unit(struct dkv_cu_engine *engine, struct dkv_cu_slot
     struct dkv_item *item = &slot->items[item_index];
     const struct dkv_cu_block *desc = &b->blocks[b->n_blocks - 1];
     struct dkv_cu_unit *unit = &b->units[b->n_units];
+    const struct dkv_cu_scorer *scorer = dkv_cu_scorers[b->scorer[b->n_blocks - 1]];
     *unit = (struct dkv_cu_unit){
         .k_scale = scale_of(&item->block->key, head),
         .v_scale = scale_of(&item->block->value, head),
         .block = b->n_blocks - 1,
         .head = head,
     };
-    unit->work = dkv_cu_take(&engine->scratch,
-                             dkv_cu_scorers[b->scorer[unit->block]]->unit_bytes(desc));
+    unit->work = dkv_cu_take(&engine->scratch, dkv_cu_work_bytes(scorer, desc));
     if (choice != NULL)
         take_from_choice(choice, head, unit);
     else
-        take_outputs(engine, desc, unit);
+        take_outputs(engine, scorer, desc, unit);
     place_head_numbers(item, desc, slot, head, unit);
     b->pending[b->n_units] = (struct dkv_cu_pending){.item = item_index, .head = head};
     b->n_units++;

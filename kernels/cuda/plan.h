@@ -149,7 +149,7 @@ struct dkv_cu_unit {
     float *scores;            /* [n_valid], aligned to 16 bytes; see the top comment */
     int *exponent;            /* written by the scorer; of chosen blocks not in the report */
     unsigned *mask;           /* nonfinite=mask: bit i set: key i is masked; else NULL */
-    unsigned char *work;      /* the scorer's scratch, unit_bytes() of it, aligned to 256 */
+    unsigned char *work;      /* the scorer's scratch, dkv_cu_work_bytes() of it, aligned to 256 */
     uint32_t *keys;           /* selection's scratch, [n_valid], or NULL: it uses shared memory */
     int32_t *keep_out;        /* [keep] */
     float *scores_out;        /* [n_valid], descaled; NULL if not wanted */
@@ -278,7 +278,30 @@ struct dkv_cu_scorer {
                           const void *extra_device, cudaStream_t stream);
     /* takes() heeds the block's form; otherwise it is asked for DropKV's alone. */
     bool knows_rules;
+    /* Where in `unit.work` the unit's scores may lie, bytes from its start, a multiple of 16: by
+     * the time that the first score is written nothing from there on is read any more. NULL: they
+     * have a place of their own. */
+    size_t (*scores_at)(const struct dkv_cu_block *block);
 };
+
+/* Whether the scores of this block's units lie in their work. Those of chosen blocks do not: they
+ * may be needed longer than their wave's work. */
+static inline bool dkv_cu_scores_in_work(const struct dkv_cu_scorer *scorer,
+                                         const struct dkv_cu_block *block)
+{
+    return scorer->scores_at != NULL && !block->chosen;
+}
+
+/* Bytes of `unit.work` for one unit of this block, its scores included if they lie there. */
+static inline size_t dkv_cu_work_bytes(const struct dkv_cu_scorer *scorer,
+                                       const struct dkv_cu_block *block)
+{
+    const size_t own = scorer->unit_bytes(block);
+    if (!dkv_cu_scores_in_work(scorer, block))
+        return own;
+    const size_t end = scorer->scores_at(block) + block->n_valid * sizeof(float);
+    return end > own ? end : own;
+}
 
 /* Fastest first; the last one, the general scorer, takes every block that the others leave. Ends
  * with NULL. */

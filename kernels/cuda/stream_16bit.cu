@@ -102,13 +102,14 @@ bool takes(const struct dkv_cu_device *device, const struct dkv_cu_block *block)
 extern "C" {
 extern const struct dkv_cu_scorer dkv_cu_scorer_stream_16bit;
 const struct dkv_cu_scorer dkv_cu_scorer_stream_16bit = {
-    "stream-16bit", host::prepare,     takes,      host::unit_bytes,
-    nullptr,        host::extra_bytes, host::fill, host::launch,
+    "stream-16bit", host::prepare, takes, host::unit_bytes, nullptr, host::extra_bytes,
+    host::fill,     host::launch,  false, host::scores_at,
 };
 /* The same for every length: what tests name to have blocks scored that are the fast scorer's. */
 extern const struct dkv_cu_scorer dkv_cu_scorer_stream_16bit_any;
 const struct dkv_cu_scorer dkv_cu_scorer_stream_16bit_any = {
     "stream-16bit", host::prepare,     takes_any_length, host::unit_bytes,
     nullptr,        host::extra_bytes, host::fill,       host::launch,
+    false,          host::scores_at,
 };
 }

@@ -89,7 +89,7 @@ bool takes(const struct dkv_cu_device *device, const struct dkv_cu_block *block)
 extern "C" {
 extern const struct dkv_cu_scorer dkv_cu_scorer_stream_fp8;
 const struct dkv_cu_scorer dkv_cu_scorer_stream_fp8 = {
-    "stream-fp8", host::prepare,     takes,      host::unit_bytes,
-    nullptr,      host::extra_bytes, host::fill, host::launch,
+    "stream-fp8", host::prepare, takes, host::unit_bytes, nullptr, host::extra_bytes,
+    host::fill,   host::launch,  false, host::scores_at,
 };
 }

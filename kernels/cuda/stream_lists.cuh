@@ -117,12 +117,27 @@ template <class family> struct host {
         return kernels_are_real && dkv_fast_takes_layout(device, block) && family::find(block);
     }
 
+    /* What both pass B and the passes before it use, at the start of unit.work. */
+    static size_t kept_bytes(const struct dkv_cu_block *block, const variant &v)
+    {
+        return row_groups(block, v) * v.merged_bytes +
+               static_cast<size_t>(ceil_div(block->n_valid, v.step)) * v.step * v.key_bytes;
+    }
+
+    /* Partials follow it. */
     static size_t unit_bytes(const struct dkv_cu_block *block)
     {
         const variant &v = *family::find(block);
         const uint32_t chunks = ceil_div(block->n_valid, chunk_keys(block, v));
-        return row_groups(block, v) * (v.merged_bytes + chunks * v.partial_bytes) +
-               static_cast<size_t>(ceil_div(block->n_valid, v.step)) * v.step * v.key_bytes;
+        return kept_bytes(block, v) + row_groups(block, v) * chunks * v.partial_bytes;
+    }
+
+    /* Where partials are: pass B, which alone writes scores, writes none before the whole of the
+     * merge has ended, which alone reads partials (griddepcontrol_wait()). Whole lines, none of
+     * which has merged rows as well. */
+    static size_t scores_at(const struct dkv_cu_block *block)
+    {
+        return (kept_bytes(block, *family::find(block)) + 255) & ~static_cast<size_t>(255);
     }
 
     static uint32_t grid_of(const struct dkv_cu_device *device)

@@ -89,7 +89,7 @@ bool takes(const struct dkv_cu_device *device, const struct dkv_cu_block *block)
 extern "C" {
 extern const struct dkv_cu_scorer dkv_cu_scorer_stream;
 const struct dkv_cu_scorer dkv_cu_scorer_stream = {
-    "stream", host::prepare,     takes,      host::unit_bytes,
-    nullptr,  host::extra_bytes, host::fill, host::launch,
+    "stream",   host::prepare, takes, host::unit_bytes, nullptr, host::extra_bytes,
+    host::fill, host::launch,  false, host::scores_at,
 };
 }

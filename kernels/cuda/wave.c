@@ -208,6 +208,22 @@ static void fill_lists(struct dkv_cu_engine *engine, const struct dkv_cu_wave *w
     dkv_cu_select_fill(&engine->device, wave, lists->of_selection);
 }
 
+/* Device memory that the wave works on, and the most that one has. What scorers share counts where
+ * one of them that uses it is in the wave. */
+static void note_scratch(struct dkv_cu_engine *engine, const struct work_lists *lists)
+{
+    size_t shared = 0;
+    for (uint32_t s = 0; dkv_cu_scorers[s] != NULL; s++) {
+        const size_t bytes = lists->of_scorer[s] != NULL && dkv_cu_scorers[s]->shared_bytes != NULL
+                                 ? dkv_cu_scorers[s]->shared_bytes(&engine->device)
+                                 : 0;
+        shared = bytes > shared ? bytes : shared;
+    }
+    engine->wave_scratch = engine->scratch.used + shared;
+    if (engine->wave_scratch > engine->wave_scratch_peak)
+        engine->wave_scratch_peak = engine->wave_scratch;
+}
+
 static enum dkv_status mark(struct dkv_cu_engine *engine, enum dkv_cu_mark moment,
                             struct dkv_error *err)
 {
@@ -336,7 +352,7 @@ enum dkv_status dkv_cu_launch_wave(struct dkv_cu_engine *engine, struct dkv_cu_s
         return status;
     slot->n_pending += b->n_units;
     slot->n_pending_choices += b->n_choices;
-    engine->wave_scratch = engine->scratch.used;
+    note_scratch(engine, &lists);
     status = dkv_cu_check(engine, cudaEventRecord(slot->done, engine->stream), "recording an event",
                           err);
     dkv_cu_begin_wave(engine, slot);

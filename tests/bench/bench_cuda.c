@@ -10,6 +10,7 @@
  *   select   selection alone; in keep it starts while scoring ends
  *   all      also upload of the work list and download of the indices
  *   wall     from submit to answer on the host's clock, without the events that the others need
+ *   scratch  MB of device memory that the last wave's kernels worked on, beyond inputs and results
  *
  * `ratio` is keep / read. The kept sets of one block a case are compared with the CPU engine's.
  *

@@ -52,7 +52,6 @@ struct batch {
     unsigned char *kv;
     size_t kv_bytes;
     uint16_t *q;
-    float *scores;
     unsigned char *extra;
     std::vector<unsigned char> extra_host;
     std::vector<void *> allocations;

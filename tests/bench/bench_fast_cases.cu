@@ -306,7 +306,6 @@ void make_batch(const shape_case &c, const struct dkv_cu_device *device,
     float *sink_logits = nullptr;
     if (c.sink_logits)
         sink_logits = b->upload(std::vector<float>(c.q_heads, 3.0f));
-    b->scores = b->alloc<float>(static_cast<size_t>(n_pad) * c.kv_heads * c.blocks);
     int *exponent = b->alloc<int>(c.blocks * c.kv_heads);
     std::vector<dkv_cu_report> reports(c.blocks * c.kv_heads, {~0ull, ~0ull, ~0ull, 0, 0});
     dkv_cu_report *report = b->upload(reports);
@@ -326,9 +325,11 @@ void make_batch(const shape_case &c, const struct dkv_cu_device *device,
                                                   : row_bytes * h);
             unit.v = c.layout == PAGE16 ? unit.k + row_bytes : unit.k + side_bytes;
             unit.sink_logits = sink_logits ? sink_logits + h * group : nullptr;
-            unit.scores = b->scores + static_cast<size_t>(index) * n_pad;
             unit.exponent = exponent + index;
-            unit.work = b->alloc<unsigned char>(scorer->unit_bytes(&block));
+            unit.work = b->alloc<unsigned char>(dkv_cu_work_bytes(scorer, &block));
+            unit.scores = dkv_cu_scores_in_work(scorer, &block)
+                              ? reinterpret_cast<float *>(unit.work + scorer->scores_at(&block))
+                              : b->alloc<float>(n_pad);
             unit.report = report + index;
             unit.k_scale = is_fp8(c) ? 0.75f : 1.0f;
             unit.v_scale = is_fp8(c) ? 1.7f : 1.0f;

@@ -373,6 +373,31 @@ static void the_last_tokens_of_any_length_are_candidates(void **state)
     }
 }
 
+/* Partial results and scores of a layer of 131,072 tokens share their memory. */
+static void a_long_layer_needs_less_than_8_7_mb_of_scratch(void **state)
+{
+    (void)state;
+    const enum dkv_dtype caches[] = {DKV_BF16, DKV_F8_E4M3};
+    for (int i = 0; i < 2; i++) {
+        struct fixture f;
+        struct dkv_engine_info info;
+        struct dkv_shape shape = llama(131072);
+        shape.q_heads = 32;
+        shape.kv_heads = 8;
+        shape.kv_dtype = caches[i];
+        dkv_case_init(&f.dense, shape); /* zeros */
+        dkv_case_plan(&f.dense);
+        lay_out(&f, &on_device);
+        run(&f.item, 1);
+        cuda.ops->info(cuda.engine, &info);
+        assert_int_equal(f.item.status, DKV_OK);
+        assert_true(f.item.scores_out[0] == 0);
+        if (info.backend[strlen(info.backend) - 2] == '9' && info.scratch_bytes > 8700000)
+            fail_msg("%s: %.1f MB", dkv_dtype_name(caches[i]), (double)info.scratch_bytes / 1e6);
+        drop(&f);
+    }
+}
+
 static void one_token(void **state)
 {
     (void)state;
@@ -417,6 +442,46 @@ static void a_batch_of_128_blocks_gives_the_bits_of_each_alone(void **state)
     }
     for (int i = 0; i < N; i++)
         drop(&f[i]);
+}
+
+/* More blocks than fit into the scratch at once, so that waves use the same memory one after the
+ * other: what one works on, another one's scores may still lie in. A scorer of its own each. */
+static void waves_of_a_batch_leave_each_other_alone(void **state)
+{
+    (void)state;
+    enum { KINDS = 3, TIMES = 40, N = KINDS * TIMES };
+    const enum dkv_dtype caches[KINDS] = {DKV_F8_E4M3, DKV_BF16, DKV_BF16};
+    const char *const windows[KINDS] = {"8", "16", "32"};
+    const uint64_t n = 16384;
+    static struct fixture f[KINDS];
+    static struct dkv_item items[N];
+    const size_t n_scores = 2 * n * sizeof(float);
+    for (int kind = 0; kind < KINDS; kind++) {
+        struct dkv_shape shape = llama(n);
+        shape.kv_dtype = caches[kind];
+        shape.q_rows = 32;
+        make(&f[kind], shape, windows[kind], 80 + (uint64_t)kind);
+        lay_out(&f[kind], &on_device);
+        run(&f[kind].item, 1);
+        assert_right(&f[kind]);
+    }
+    for (int i = 0; i < N; i++) {
+        items[i] = f[i % KINDS].item;
+        items[i].scores_out = malloc(n_scores);
+        items[i].keep_out = malloc(2 * items[i].plan->keep_tokens * sizeof(int32_t));
+    }
+    run(items, N);
+    for (int i = 0; i < N; i++) {
+        const struct dkv_item *alone = &f[i % KINDS].item;
+        assert_int_equal(items[i].status, DKV_OK);
+        assert_memory_equal(items[i].scores_out, alone->scores_out, n_scores);
+        assert_memory_equal(items[i].keep_out, alone->keep_out,
+                            2 * alone->plan->keep_tokens * sizeof(int32_t));
+        free(items[i].scores_out);
+        free(items[i].keep_out);
+    }
+    for (int kind = 0; kind < KINDS; kind++)
+        drop(&f[kind]);
 }
 
 static void two_batches_may_be_in_flight(void **state)
@@ -479,8 +544,10 @@ int main(void)
         cmocka_unit_test(a_long_block_gives_the_same_bits_every_time),
         cmocka_unit_test(among_equals_the_lower_index_is_kept),
         cmocka_unit_test(the_last_tokens_of_any_length_are_candidates),
+        cmocka_unit_test(a_long_layer_needs_less_than_8_7_mb_of_scratch),
         cmocka_unit_test(one_token),
         cmocka_unit_test(a_batch_of_128_blocks_gives_the_bits_of_each_alone),
+        cmocka_unit_test(waves_of_a_batch_leave_each_other_alone),
         cmocka_unit_test(two_batches_may_be_in_flight),
         cmocka_unit_test(host_tensors_larger_than_staging_go_through_in_pieces),
     };
