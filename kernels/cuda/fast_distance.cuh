@@ -3,7 +3,7 @@
 #ifndef DKV_KERNELS_CUDA_FAST_DISTANCE_CUH
 #define DKV_KERNELS_CUDA_FAST_DISTANCE_CUH
 
-#include "kernels/cuda/fast_fp8.cuh"
+#include "kernels/cuda/fast_place.cuh"
 
 namespace dkv_fast
 {
@@ -45,28 +45,6 @@ __device__ __forceinline__ void sum_squares(uint32_t v_tile, const place<S> &at,
                     x = fmaf(v.x, v.x, x);
                     y = fmaf(v.y, v.y, y);
                 }
-            }
-        square[i] = x + y;
-        square[i] += __shfl_xor_sync(~0u, square[i], 1);
-        square[i] += __shfl_xor_sync(~0u, square[i], 2);
-    }
-}
-
-/* The same of fp8 keys. */
-template <class S>
-__device__ __forceinline__ void sum_squares(const fp8_keys<S> &keys, float (&square)[2])
-{
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        float x = 0.0f;
-        float y = 0.0f;
-#pragma unroll
-        for (int k = 0; k < S::K_STEPS; k++)
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const float2 v = unpack<fp16_type>(keys.words[k][2 * half + i]);
-                x = fmaf(v.x, v.x, x);
-                y = fmaf(v.y, v.y, y);
             }
         square[i] = x + y;
         square[i] += __shfl_xor_sync(~0u, square[i], 1);

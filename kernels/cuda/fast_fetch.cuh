@@ -7,7 +7,7 @@
 #ifndef DKV_KERNELS_CUDA_FAST_FETCH_CUH
 #define DKV_KERNELS_CUDA_FAST_FETCH_CUH
 
-#include "kernels/cuda/fast_fp8.cuh"
+#include "kernels/cuda/fast_place.cuh"
 
 namespace dkv_fast
 {
@@ -68,8 +68,7 @@ template <class S> struct tile_source {
         uint32_t to[PERIOD];
 #pragma unroll
         for (int i = 0; i < PERIOD; i++)
-            to[i] = half + (S::FP8 ? raw_offset<S>(ROWS * i + row_of, column)
-                                   : element_offset<S>(ROWS * i + row_of, column));
+            to[i] = half + element_offset<S>(ROWS * i + row_of, column);
         if (half_index < dense_halves) {
             const unsigned char *row = dense +
                                        half_index * static_cast<size_t>(HALF * S::STORED_BYTES);
@@ -197,12 +196,6 @@ __device__ __forceinline__ void fetch_job(shared_memory<S> &shared, const dkv_fa
     __syncwarp();
     if (lane == 0)
         mbarrier_arrive(shared_address(&shared.job_full[slot]));
-    if constexpr (S::FP8) { /* while tiles are on their way already */
-        if (item.chunks != 0)
-            convert_query<S>(to, lane);
-        if (lane == 0)
-            mbarrier_arrive(shared_address(&shared.fp8.query_full[slot]));
-    }
 }
 
 /* Copies the query of an item as operand of pass B. */
@@ -212,8 +205,6 @@ __device__ __forceinline__ void copy_query(shared_memory<S> &shared, const job &
     for (int row = 0; row < S::ROWS; row++) {
         const uint32_t unit_row = work.item.row_group * S::ROWS + row;
         const unsigned char *from = query_row(work, unit_row);
-        if (S::FP8 && from)
-            from = fp8_query<S>(work) + row * S::ROW_BYTES;
         for (int word = lane; word < S::DIM / 2; word += 32)
             copy_4(shared_address(shared.query) + pair_offset<S>(row, word),
                    (from ? from : work.unit.work) + 4 * word, from != nullptr);

@@ -19,9 +19,9 @@
 #define DKV_KERNELS_CUDA_FAST_KERNEL_CUH
 
 #include "kernels/cuda/fast_fetch.cuh"
-#include "kernels/cuda/fast_fp8_pass_a.cuh"
-#include "kernels/cuda/fast_fp8_pass_b.cuh"
 #include "kernels/cuda/fast_merge.cuh"
+#include "kernels/cuda/fast_pass_a.cuh"
+#include "kernels/cuda/fast_pass_b.cuh"
 
 namespace dkv_fast
 {
@@ -66,10 +66,7 @@ __device__ __forceinline__ void run_b(shared_memory<S> &shared, const dkv_fast_a
             mbarrier_wait(shared_address(&shared.rows_full), parity);
             parity ^= 1;
             fence_async_proxy();
-            if constexpr (S::FP8)
-                fp8_pass_b<S>(shared, work, reader, slots, at);
-            else
-                pass_b<S>(shared, work, reader, slots, at);
+            pass_b<S>(shared, work, reader, slots, at);
             __syncwarp();
             if (at.lane == 0)
                 mbarrier_arrive(shared_address(&shared.rows_empty));
@@ -132,8 +129,6 @@ template <class S> __device__ __forceinline__ void init_barriers(shared_memory<S
     for (int i = 0; i < S::SLOTS; i++)
         mbarrier_init(shared_address(&shared.slot_empty[i]), 4);
     for (int i = 0; i < JOBS; i++) {
-        if constexpr (S::FP8)
-            mbarrier_init(shared_address(&shared.fp8.query_full[i]), 1);
         mbarrier_init(shared_address(&shared.job_full[i]), 1);
         mbarrier_init(shared_address(&shared.job_empty[i]), WARPS);
     }
@@ -141,8 +136,6 @@ template <class S> __device__ __forceinline__ void init_barriers(shared_memory<S
         mbarrier_init(shared_address(&shared.partial_full[i]), GROUP_THREADS);
         mbarrier_init(shared_address(&shared.partial_empty[i]), 1);
     }
-    if constexpr (S::FP8)
-        mbarrier_init(shared_address(&shared.fp8.weights_empty), 4);
     mbarrier_init(shared_address(&shared.rows_full), 32 + 1);
     mbarrier_init(shared_address(&shared.rows_empty), 4);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -172,10 +165,7 @@ __global__ void __launch_bounds__(THREADS, 1) score(const __grid_constant__ dkv_
     const int group = threadIdx.x / GROUP_THREADS;
     if (group == 0) {
         registers_set<S::A_REGISTERS, LAUNCH_REGISTERS>();
-        if constexpr (S::FP8)
-            run_fp8_a<S>(shared, args, thread_in_group());
-        else
-            run_a<S>(shared, args, thread_in_group());
+        run_a<S>(shared, args, thread_in_group());
     } else if (group == 1) {
         registers_set<S::B_REGISTERS, LAUNCH_REGISTERS>();
         run_b<S>(shared, args, thread_in_group());

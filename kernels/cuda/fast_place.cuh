@@ -1,5 +1,6 @@
 /* What a thread of passes A and B needs in both: where it stands, how tiles and logits lie in
- * shared memory, and what makes logits of dot products.
+ * shared memory, and what makes logits of dot products. The stream scorers use it, too, whose fp8
+ * tiles (S::FP8) stay as they are stored.
  *
  * Tiles lie as wgmma's 128-byte permuted layout wants them, for both operand orders at once: eight
  * keys are DIM / 64 blocks of 1024 bytes; a block is eight rows of 128 bytes (64 dimensions of one
@@ -14,15 +15,42 @@
 namespace dkv_fast
 {
 
+/* Two fp8 numbers (the low 16 bits of `bytes`) as a pair of fp16. */
+template <bool e5m2> __device__ __forceinline__ uint32_t fp16_of_fp8(uint32_t bytes)
+{
+    uint32_t pair;
+    if constexpr (e5m2)
+        asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(bytes)));
+    else
+        asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<uint16_t>(bytes)));
+    return pair;
+}
+
+/* Four of them. */
+__device__ __forceinline__ uint2 fp16_of_fp8(uint32_t bytes, uint32_t dtype)
+{
+    return dtype == DKV_F8_E5M2
+               ? make_uint2(fp16_of_fp8<true>(bytes), fp16_of_fp8<true>(bytes >> 16))
+               : make_uint2(fp16_of_fp8<false>(bytes), fp16_of_fp8<false>(bytes >> 16));
+}
+
 template <class S> __device__ __forceinline__ uint32_t element_offset(int key, int column)
 {
     return key / 8 * S::EIGHT_BYTES + column / 8 * 1024 + key % 8 * 128 +
            ((column % 8 ^ key % 8) << 4);
 }
 
+/* Where 16 bytes of a key lie in an fp8 tile. Columns are permuted so that neither loads of keys
+ * nor of values meet a bank twice. */
+template <class S> __device__ __forceinline__ uint32_t raw_offset(int key, int column)
+{
+    const int permutation = S::DIM == 128 ? (key >> 1 & 3) << 1 ^ (key & 1) << 2 : key >> 1 & 3;
+    return key * S::DIM + ((column ^ permutation) << 4);
+}
+
 /* Where dimensions 2 * pair and the next of a row lie in an operand of pass B. Beside fp8 keys the
  * dimensions of 64 are in the order in which a thread has them in registers: a quarter of a key
- * each, of which a step of a product takes four (fast_fp8.cuh). */
+ * each, of which a step of a product takes four (stream_fp8_tiles.cuh). */
 template <class S> __device__ __forceinline__ uint32_t pair_offset(int row, int pair)
 {
     const int quarter = pair % 32 / 8;
@@ -150,8 +178,7 @@ template <class S, int size> struct tile_reader {
         const uint32_t tile = shared_address(tiles[next.index]);
         mbarrier_wait(shared_address(&full[next.index]), next.parity);
         next.advance();
-        if constexpr (!S::FP8) /* products read it themselves */
-            fence_async_proxy();
+        fence_async_proxy();
         return tile;
     }
     /* This warp has read the tile at this address. */

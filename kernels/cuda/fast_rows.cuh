@@ -12,7 +12,7 @@
 #ifndef DKV_KERNELS_CUDA_FAST_ROWS_CUH
 #define DKV_KERNELS_CUDA_FAST_ROWS_CUH
 
-#include "kernels/cuda/fast_fp8.cuh"
+#include "kernels/cuda/fast_place.cuh"
 
 namespace dkv_fast
 {

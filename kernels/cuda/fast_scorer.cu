@@ -19,7 +19,6 @@ constexpr uint32_t WIDTH = 128;
 const dkv_fast_variant variants[] = {
     dkv_fast::make_variant<dkv_fast::bf16_type, 128, 1>(DKV_BF16),
     dkv_fast::make_variant<dkv_fast::bf16_type, 128, 2>(DKV_BF16),
-    dkv_fast::make_variant<dkv_fast::fp16_type, 128, 1, true>(DKV_F8_E4M3),
 #ifndef DKV_FAST_SHAKEN /* a build for tests, see may_be_late() */
     dkv_fast::make_variant<dkv_fast::fp16_type, 128, 1>(DKV_FP16),
     dkv_fast::make_variant<dkv_fast::fp16_type, 128, 2>(DKV_FP16),
@@ -27,9 +26,6 @@ const dkv_fast_variant variants[] = {
     dkv_fast::make_variant<dkv_fast::bf16_type, 64, 2>(DKV_BF16),
     dkv_fast::make_variant<dkv_fast::fp16_type, 64, 1>(DKV_FP16),
     dkv_fast::make_variant<dkv_fast::fp16_type, 64, 2>(DKV_FP16),
-    dkv_fast::make_variant<dkv_fast::fp16_type, 128, 2, true>(DKV_F8_E4M3),
-    dkv_fast::make_variant<dkv_fast::fp16_type, 64, 1, true>(DKV_F8_E4M3),
-    dkv_fast::make_variant<dkv_fast::fp16_type, 64, 2, true>(DKV_F8_E4M3),
 #endif
 };
 const dkv_fast_variant *const own_variants = variants;
@@ -60,14 +56,12 @@ constexpr uint32_t NONE = 64;
 /* The number of the kernel for a block, or NONE. */
 uint32_t variant_of(const struct dkv_cu_block *block)
 {
-    const uint32_t dtype = dkv_cu_is_fp8(block->k.dtype) ? static_cast<uint32_t>(DKV_F8_E4M3)
-                                                         : block->k.dtype;
     const uint32_t rows = block->group * block->window;
     const uint32_t rows_per_thread = rows <= 32 ? 1 : 2;
     uint32_t number = 0;
     for (const dkv_fast_variant *v; (v = variant_at(number)) != nullptr; number++) {
-        if (v->form == block->form && v->dtype == dtype && v->head_dim == block->head_dim &&
-            v->rows_per_thread == rows_per_thread)
+        if (v->form == block->form && v->dtype == block->k.dtype &&
+            v->head_dim == block->head_dim && v->rows_per_thread == rows_per_thread)
             return number;
     }
     return NONE;

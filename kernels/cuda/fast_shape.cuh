@@ -14,7 +14,7 @@
  * in tiles of 64, which are copied as two halves.
  *
  *   rows of a unit   rows a thread   logits kept of a chunk's tiles
- *   up to 32         1               14 (all, up to 112K keys), fp8 15
+ *   up to 32         1               14 (all, up to 112K keys)
  *   up to 64         2               5
  *
  * More rows are scored in groups of 64, one turn after the other. The last tiles' logits are kept,
@@ -30,8 +30,7 @@
  * Pass B's have the 64 keys of a tile as that operand and 32 rows as the other, both in shared
  * memory: a warp has 16 keys to itself, and needs no other warp to sum over rows.
  *
- * fp8 caches have passes of their own, with tiles in registers in both (fast_fp8_pass_a.cuh,
- * fast_fp8_pass_b.cuh).
+ * Caches are 16-bit; those of fp8 are the stream scorer's.
  */
 #ifndef DKV_KERNELS_CUDA_FAST_SHAPE_CUH
 #define DKV_KERNELS_CUDA_FAST_SHAPE_CUH
@@ -54,7 +53,6 @@ constexpr int WARPS = THREADS / 32;
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS;
 
 constexpr int BARRIER_MERGE = 1; /* named barriers */
-constexpr int BARRIER_A = 2;     /* fp8 */
 constexpr int BARRIER_B = 3;     /* averages */
 
 constexpr int BLOCK_ROWS = 32; /* rows that pass B takes together */
@@ -75,24 +73,21 @@ template <class S> __device__ __forceinline__ constexpr int exponent_of(void)
 /* A squared distance below this part of |v|^2 is rounding noise: the values are equal. */
 constexpr float EQUAL = 1.0f / 4294967296.0f;
 
-/* `element` is what tiles are made of: the cache's type, or fp16 where the cache is fp8. `form` is
- * the rule's, enum dkv_cu_form. */
-template <class element, int head_dim, int rows_per_thread, bool fp8 = false,
-          int form = DKV_CU_FORM_DROPKV>
+/* `element` is the cache's type. `form` is the rule's, enum dkv_cu_form. */
+template <class element, int head_dim, int rows_per_thread, int form = DKV_CU_FORM_DROPKV>
 struct shape {
     using type = element;
     static constexpr int FORM = form;
-    static constexpr bool FP8 = fp8;
+    static constexpr bool FP8 = false;
     static constexpr int DIM = head_dim;
     static constexpr int R = rows_per_thread;
     static constexpr int ROWS = 32 * rows_per_thread;
     static constexpr int K_STEPS = head_dim / 16;
     static constexpr int D_TILES = head_dim / 8;
 
-    static constexpr int STORED_BYTES = fp8 ? head_dim
-                                            : 2 * head_dim; /* of a row, in global memory */
-    static constexpr int ROW_BYTES = 2 * head_dim;          /* as operand of a product */
-    static constexpr int EIGHT_BYTES = 8 * ROW_BYTES;       /* eight keys, see fast_place.cuh */
+    static constexpr int STORED_BYTES = 2 * head_dim; /* of a row, in global memory */
+    static constexpr int ROW_BYTES = 2 * head_dim;    /* as operand of a product */
+    static constexpr int EIGHT_BYTES = 8 * ROW_BYTES; /* eight keys, see fast_place.cuh */
     static constexpr int HALF_BYTES = HALF * STORED_BYTES;
     static constexpr int TILE_BYTES = TILE * STORED_BYTES;
     static constexpr int SLOT_BYTES = ROWS * TILE * 4;
@@ -100,16 +95,14 @@ struct shape {
     /* Averaged outputs as operand, of each 32 rows: fast_average.cuh. */
     static constexpr int BAR_BYTES = form == DKV_CU_FORM_AVERAGE ? ROWS / BLOCK_ROWS * EIGHT_BYTES
                                                                  : 0;
-    static constexpr int SLOTS = rows_per_thread == 2 ? 5 : fp8 ? 15 : 14;
+    static constexpr int SLOTS = rows_per_thread == 2 ? 5 : 14;
     static constexpr int A_TILES = 3 * 128 / head_dim; /* on their way and being read */
-    static constexpr int B_TILES = (fp8 && rows_per_thread == 1 ? 3 : 2) * 128 / head_dim;
+    static constexpr int B_TILES = 2 * 128 / head_dim;
 
     /* Registers of a thread by role; together what the thread block has at launch. */
-    static constexpr int A_REGISTERS = rows_per_thread == 1 ? (fp8 ? 200 : 184) : 208;
-    static constexpr int B_REGISTERS = rows_per_thread == 1 && (fp8 || form == DKV_CU_FORM_DIST)
-                                           ? 144
-                                           : 152;
-    static constexpr int FETCH_REGISTERS = rows_per_thread == 1 && !fp8 ? 64 : 56;
+    static constexpr int A_REGISTERS = rows_per_thread == 1 ? 184 : 208;
+    static constexpr int B_REGISTERS = rows_per_thread == 1 && form == DKV_CU_FORM_DIST ? 144 : 152;
+    static constexpr int FETCH_REGISTERS = rows_per_thread == 1 ? 64 : 56;
     static constexpr int MERGE_REGISTERS = 4 * LAUNCH_REGISTERS - A_REGISTERS - B_REGISTERS -
                                            FETCH_REGISTERS;
     static constexpr int MERGE_AHEAD = rows_per_thread == 1 ? 8 : 4; /* partials in flight */
@@ -180,27 +173,6 @@ struct merge_room {
     float sums[GROUP_THREADS];
 };
 
-/* What pass A of fp8 caches needs beside tiles, see fast_fp8_softmax.cuh. */
-template <class S> struct __align__(1024) fp8_room
-{
-    unsigned char query[S::OPERAND_BYTES];
-    /* A tile's weights. 32 rows: hi and, beside it, lo; 64 rows: hi, then lo. Between two products
-     * other things that threads exchange. */
-    unsigned char weights[S::ROWS / 32][TILE * 128];
-    unsigned char held[S::ROWS][S::DIM]; /* the top key's value, which is not in the sums */
-    float base[S::ROWS];
-    float top[S::ROWS];
-    int key[S::ROWS]; /* the top key */
-    /* What becomes of the sums: they are scaled, then the top key joins with a weight. */
-    float factor[S::ROWS];
-    float joins[S::ROWS];
-    int hidden[S::ROWS]; /* the tile's key that is the new top key, -1: none */
-    unsigned long long weights_empty;
-    unsigned long long query_full[JOBS]; /* it is converted, see fast_fetch.cuh */
-};
-struct no_room {
-};
-
 template <class S> struct shared_memory {
     unsigned char a_tiles[S::A_TILES][S::TILE_BYTES];
     unsigned char b_tiles[S::B_TILES][S::TILE_BYTES];
@@ -208,7 +180,7 @@ template <class S> struct shared_memory {
     /* For pass B: the query, if there are tiles that are not kept; what it makes of the rows. */
     unsigned char query[S::OPERAND_BYTES + S::BAR_BYTES];
     merged<S> rows;
-    std::conditional_t<S::FP8, fp8_room<S>, no_room> fp8;
+    unsigned char unused[16]; /* what follows is where it was when the kernels were measured */
     merge_room merge;
     job jobs[JOBS];
     unsigned long long a_full[S::A_TILES];

@@ -7,7 +7,7 @@
 
 struct dkv_fast_variant {
     uint32_t form;  /* enum dkv_cu_form */
-    uint32_t dtype; /* of the cache; both fp8 formats are one */
+    uint32_t dtype; /* of the cache */
     uint32_t head_dim;
     uint32_t rows_per_thread;
     const void *kernel;
@@ -24,13 +24,11 @@ extern const uint32_t dkv_fast_andpro_count, dkv_fast_restkv_count;
 namespace dkv_fast
 {
 
-template <class type, int head_dim, int rows_per_thread, bool fp8 = false,
-          int form = DKV_CU_FORM_DROPKV>
+template <class type, int head_dim, int rows_per_thread, int form = DKV_CU_FORM_DROPKV>
 dkv_fast_variant make_variant(uint32_t dtype)
 {
-    using S = shape<type, head_dim, rows_per_thread, fp8, form>;
+    using S = shape<type, head_dim, rows_per_thread, form>;
     static_assert(sizeof(shared_memory<S>) <= 232448, "shared memory of one thread block");
-    const size_t query = fp8 ? S::ROWS * S::ROW_BYTES : 0; /* made fp16 */
     const size_t gaps = form == DKV_CU_FORM_AVERAGE ? S::ROWS * S::DIM * sizeof(float) : 0;
     return {form,
             dtype,
@@ -39,7 +37,7 @@ dkv_fast_variant make_variant(uint32_t dtype)
             reinterpret_cast<const void *>(score<S>),
             sizeof(shared_memory<S>),
             S::TURNS * S::PARTIAL_BYTES,
-            sizeof(merged<S>) + query + gaps};
+            sizeof(merged<S>) + gaps};
 }
 
 } // namespace dkv_fast
@@ -47,17 +45,17 @@ dkv_fast_variant make_variant(uint32_t dtype)
 /* A rule's kernels. */
 #ifdef DKV_FAST_SHAKEN /* a build for tests, see may_be_late() */
 #define DKV_FAST_VARIANTS_OF(form) \
-    dkv_fast::make_variant<dkv_fast::bf16_type, 128, 1, false, form>(DKV_BF16)
+    dkv_fast::make_variant<dkv_fast::bf16_type, 128, 1, form>(DKV_BF16)
 #else
-#define DKV_FAST_VARIANTS_OF(form)                                                  \
-    dkv_fast::make_variant<dkv_fast::bf16_type, 128, 1, false, form>(DKV_BF16),     \
-        dkv_fast::make_variant<dkv_fast::bf16_type, 128, 2, false, form>(DKV_BF16), \
-        dkv_fast::make_variant<dkv_fast::fp16_type, 128, 1, false, form>(DKV_FP16), \
-        dkv_fast::make_variant<dkv_fast::fp16_type, 128, 2, false, form>(DKV_FP16), \
-        dkv_fast::make_variant<dkv_fast::bf16_type, 64, 1, false, form>(DKV_BF16),  \
-        dkv_fast::make_variant<dkv_fast::bf16_type, 64, 2, false, form>(DKV_BF16),  \
-        dkv_fast::make_variant<dkv_fast::fp16_type, 64, 1, false, form>(DKV_FP16),  \
-        dkv_fast::make_variant<dkv_fast::fp16_type, 64, 2, false, form>(DKV_FP16)
+#define DKV_FAST_VARIANTS_OF(form)                                           \
+    dkv_fast::make_variant<dkv_fast::bf16_type, 128, 1, form>(DKV_BF16),     \
+        dkv_fast::make_variant<dkv_fast::bf16_type, 128, 2, form>(DKV_BF16), \
+        dkv_fast::make_variant<dkv_fast::fp16_type, 128, 1, form>(DKV_FP16), \
+        dkv_fast::make_variant<dkv_fast::fp16_type, 128, 2, form>(DKV_FP16), \
+        dkv_fast::make_variant<dkv_fast::bf16_type, 64, 1, form>(DKV_BF16),  \
+        dkv_fast::make_variant<dkv_fast::bf16_type, 64, 2, form>(DKV_BF16),  \
+        dkv_fast::make_variant<dkv_fast::fp16_type, 64, 1, form>(DKV_FP16),  \
+        dkv_fast::make_variant<dkv_fast::fp16_type, 64, 2, form>(DKV_FP16)
 #endif
 
 #endif

@@ -12,10 +12,8 @@ extern const struct dkv_cu_scorer dkv_cu_scorer_general;
 /* clang-format off */
 const struct dkv_cu_scorer *const dkv_cu_scorers[] = {
     &dkv_cu_scorer_stream,
-#ifdef DKV_STREAM_FEW /* -Dstream_few=true */
     &dkv_cu_scorer_stream_fp8,
     &dkv_cu_scorer_stream_16bit,
-#endif
     &dkv_cu_scorer_fast,
     &dkv_cu_scorer_attention,
     &dkv_cu_scorer_keys,

@@ -1,8 +1,8 @@
 /* fp8 caches in the stream scorer: pass A, merge and pass B as stream_shape.cuh says, up to 64 rows
  * at a time, with other roles inside a thread block.
  *
- * Tiles become fp16 in registers, as the 64-row operand (fast_fp8.cuh): keys as rows of the logits
- * and, in pass B, of the products with a; dimensions as rows of pass A's output. That takes
+ * Tiles become fp16 in registers, as the 64-row operand (stream_fp8_tiles.cuh): keys as rows of the
+ * logits and, in pass B, of the products with a; dimensions as rows of pass A's output. That takes
  * instructions and time in which the tensor cores do nothing, and each step waits for the one
  * before. So a thread block has two or three groups of four warps that know nothing of each other:
  * each is at an item of its own, and while one waits the others go on.
@@ -48,6 +48,11 @@ template <int head_dim, int rows_per_thread, bool e4m3> struct shape {
     static constexpr int THREADS = GROUPS * GROUP_THREADS;
     static constexpr int DEPTH = 3; /* pairs of tiles of a group, on their way and being read */
 };
+
+/* Scales beyond these are left to the general scorer: what is computed without them would leave
+ * float32 with them. */
+constexpr float SCALE_MIN = 1e-15f;
+constexpr float SCALE_MAX = 1e13f;
 
 using stream_args = dkv_stream_args; /* items: [turns][groups of all thread blocks] */
 
@@ -231,7 +236,20 @@ __device__ __forceinline__ bool take_item(job &work, const stream_args &args, ui
     return item.chunks != 0;
 }
 
-/* A thread's part of an item's query rows, on their way to become the fp16 operand of products. */
+/* Four elements of a bf16 query as fp16; `largest` becomes their largest magnitude's bits. */
+__device__ __forceinline__ uint2 fp16_of_bf16(const uint2 &words, uint32_t &largest)
+{
+    const float2 low = unpack<bf16_type>(words.x);
+    const float2 high = unpack<bf16_type>(words.y);
+    largest = max(max(__float_as_uint(fabsf(low.x)), __float_as_uint(fabsf(low.y))),
+                  max(__float_as_uint(fabsf(high.x)), __float_as_uint(fabsf(high.y))));
+    return make_uint2(pack<fp16_type>(low.x, low.y), pack<fp16_type>(high.x, high.y));
+}
+
+/* A thread's part of an item's query rows, on their way to become the fp16 operand of products:
+ * exactly from fp8 and fp16; from bf16 with an error of at most 2^-25, far below what float32 sums
+ * lose unless all of a row is tiny, in which case (or if a number is above fp16's) the general
+ * scorer answers. */
 template <class S> struct query_rows {
     static constexpr int PARTS = S::DIM / 8; /* of a row */
     static constexpr int AT_ONCE = GROUP_THREADS / PARTS;
@@ -273,8 +291,8 @@ template <class S> struct query_rows {
             uint2 pairs[2] = {{from.x, from.y}, {from.z, from.w}};
             if (dtype == DKV_BF16) {
                 uint32_t most[2];
-                pairs[0] = query_elements<DKV_BF16>(pairs[0], most[0]);
-                pairs[1] = query_elements<DKV_BF16>(pairs[1], most[1]);
+                pairs[0] = fp16_of_bf16(pairs[0], most[0]);
+                pairs[1] = fp16_of_bf16(pairs[1], most[1]);
                 uint32_t largest = max(most[0], most[1]);
 #pragma unroll
                 for (int lanes = 1; lanes < PARTS; lanes *= 2)
