@@ -67,18 +67,18 @@ __device__ __forceinline__ float2 value_pair(uint32_t v_tile, int key, int pair,
     }
 }
 
-/* |a - v|^2 of one of 32 rows and a key, summed plainly by the whole warp. `key` counts within the
- * tile. */
+/* |a - v|^2 of one of 32 rows and a key, summed plainly by the whole warp. `rows`: the hi parts as
+ * operand, with the lo parts `lo_part` bytes after them. `key` counts within the tile. */
 template <class S>
-__device__ __forceinline__ float exact_distance(uint32_t rows, int row, uint32_t v_tile, int key,
-                                                uint32_t dtype, int lane)
+__device__ __forceinline__ float exact_distance(uint32_t rows, int lo_part, int row,
+                                                uint32_t v_tile, int key, uint32_t dtype, int lane)
 {
     float sum = 0.0f;
     float scale = 0.0f;
     for (int pair = lane; pair < S::DIM / 2; pair += 32) {
         const uint32_t a = rows + pair_offset<S>(row, pair);
         const float2 hi = unpack<typename S::type>(load_shared(a));
-        const float2 lo = unpack<typename S::type>(load_shared(a + ROW_TILES * S::EIGHT_BYTES));
+        const float2 lo = unpack<typename S::type>(load_shared(a + lo_part));
         const float2 v = value_pair<S>(v_tile, key, pair, dtype);
         const float x = hi.x - v.x + lo.x;
         const float y = hi.y - v.y + lo.y;
@@ -96,8 +96,8 @@ __device__ __forceinline__ float exact_distance(uint32_t rows, int row, uint32_t
 
 /* Distances that cancel, again. `cancels`: the thread's, a bit 4j + c each. */
 template <class S>
-__device__ __forceinline__ void distances_again(unsigned cancels, uint32_t a_rows, uint32_t v_tile,
-                                                uint32_t dtype, const place<S> &at,
+__device__ __forceinline__ void distances_again(unsigned cancels, uint32_t a_rows, int lo_part,
+                                                uint32_t v_tile, uint32_t dtype, const place<S> &at,
                                                 float (&distance)[ROW_TILES][4])
 {
     for (;;) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void distances_again(unsigned cancels, uint32_t a_row
         const int which = __ffs(__shfl_sync(~0u, cancels, lane)) - 1;
         const int row = which / 4 * 8 + lane % 4 * 2 + which % 2;
         const int key = 16 * at.warp + which / 2 % 2 * 8 + lane / 4;
-        const float exact = exact_distance<S>(a_rows, row, v_tile, key, dtype, at.lane);
+        const float exact = exact_distance<S>(a_rows, lo_part, row, v_tile, key, dtype, at.lane);
         const unsigned mine = at.lane == lane ? 1u << which : 0;
         cancels &= ~mine;
 #pragma unroll
@@ -149,7 +149,7 @@ __device__ __forceinline__ void distances(const float (&dot)[columns][4], const 
             if (distance[j][c] < CANCELS * (rows[j][c & 1].norm + square[c >> 1]))
                 cancels |= 1u << (4 * j + c);
         }
-    distances_again<S>(cancels, a_rows, v_tile, dtype, at, distance);
+    distances_again<S>(cancels, a_rows, ROW_TILES * S::EIGHT_BYTES, v_tile, dtype, at, distance);
 }
 
 } // namespace dkv_fast

@@ -48,7 +48,7 @@ template <class S> struct group_a {
             state.hold_output();
             take_least(z, lowest);
             if (tile >= plain)
-                make_logits(work, tile, z);
+                make_logits(work, tile, at, z);
             tile_sums<S> added;
             const bool large = make_weights(z, factor, shifts, room, tile & 1, at, added);
             stream.wait();
@@ -73,27 +73,6 @@ template <class S> struct group_a {
         store_partial(state, room, place<S>(here(at.thread)), barrier,
                       partials_of<S>(work) +
                           work.item.chunk * static_cast<size_t>(S::PARTIAL_BYTES));
-    }
-
-    /* Tiles before this one have logits that are dot products times a factor, all of which count.
-     */
-    __device__ __forceinline__ static int plain_tiles(const job &work)
-    {
-        const logit_rule rule(work);
-        const int open = rule.open_keys - static_cast<int>(item_first_key(work.item));
-        return logit_factor(rule).plain ? open / TILE : 0;
-    }
-
-    /* Logits / factor of a tile that is not plain. */
-    __device__ __forceinline__ void make_logits(const job &work, int tile,
-                                                float (&z)[S::COLUMNS][4]) const
-    {
-        const logit_rule rule(work);
-        const int first_key = item_first_key(work.item) + tile * TILE;
-        if (!logit_factor(rule).plain)
-            rule.template apply<S::COLUMNS, 4>(z);
-        if (first_key + TILE > rule.open_keys)
-            hide_keys<S>(work, first_key, place<S>(here(at.thread)), z);
     }
 
     /* Nothing is in the sums; the query is there, the first keys, too, and others are on their way.

@@ -6,16 +6,13 @@
 #ifndef DKV_KERNELS_CUDA_STREAM_16BIT_SHAPE_CUH
 #define DKV_KERNELS_CUDA_STREAM_16BIT_SHAPE_CUH
 
-#include "kernels/cuda/stream_fp8_pass_a.cuh"
+#include "kernels/cuda/stream_fp8_shape.cuh"
 
 namespace dkv_stream_16bit
 {
 
 using namespace dkv_fast;
-using dkv_stream_fp8::hide_keys;
-using dkv_stream_fp8::logit_factor;
 using dkv_stream_fp8::partials_of;
-using dkv_stream_fp8::row_share;
 using dkv_stream_fp8::stream_args;
 using dkv_stream_fp8::take_item;
 using dkv_stream_fp8::thread_in_group;

@@ -11,10 +11,6 @@
 namespace dkv_stream_16bit
 {
 
-using dkv_stream_fp8::LARGE;
-using dkv_stream_fp8::row_shifts;
-using dkv_stream_fp8::tile_sums;
-
 template <class S> using streams_a = tile_streams<S, S::A_KEYS, S::A_VALUES, 1, false>;
 
 /* What a group has in shared memory. */
@@ -79,46 +75,7 @@ template <class S> struct value_part {
     }
 };
 
-/* What a thread has of the sums. */
-template <class S> struct sums {
-    float exact[S::COLUMNS][2]; /* of its keys */
-    float rounded[S::COLUMNS][2];
-    float output[S::DIM / 64][S::COLUMNS][4];
-
-    __device__ __forceinline__ void clear(void)
-    {
-#pragma unroll
-        for (int j = 0; j < S::COLUMNS; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++)
-                exact[j][e] = rounded[j][e] = 0.0f;
-#pragma unroll
-        for (int m = 0; m < S::DIM / 64; m++)
-#pragma unroll
-            for (int j = 0; j < S::COLUMNS; j++)
-#pragma unroll
-                for (int c = 0; c < 4; c++)
-                    output[m][j][c] = 0.0f;
-    }
-
-    __device__ __forceinline__ void hold_output(void)
-    {
-#pragma unroll
-        for (int m = 0; m < S::DIM / 64; m++)
-            hold(output[m]);
-    }
-
-    __device__ __forceinline__ void add(const tile_sums<S> &tile)
-    {
-#pragma unroll
-        for (int j = 0; j < S::COLUMNS; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                exact[j][e] += tile.exact[j][e];
-                rounded[j][e] += tile.rounded[j][e];
-            }
-    }
-
+template <class S> struct sums : group_sums<S> {
     /* Output of row 8j + 2t + e: *= factor, then the top key's value joins with weight `joins`. */
     __device__ __forceinline__ void rescale_output(int j, int e, float factor, float joins,
                                                    const value_part<S> &value)
@@ -127,31 +84,12 @@ template <class S> struct sums {
         for (int m = 0; m < S::DIM / 64; m++)
 #pragma unroll
             for (int i = 0; i < 2; i++)
-                output[m][j][2 * i + e] = fmaf(joins, value.of[m][i],
-                                               output[m][j][2 * i + e] * factor);
+                this->output[m][j][2 * i + e] = fmaf(joins, value.of[m][i],
+                                                     this->output[m][j][2 * i + e] * factor);
     }
 };
 
-template <class S> __device__ __forceinline__ void clear_rows(room_a<S> &room, const place<S> &at)
-{
-    if (at.thread >= S::ROWS)
-        return;
-    room.base[at.thread] = NO_KEY;
-    room.shift[at.thread] = S::WEIGHT_SHIFT - NO_KEY;
-    room.top[at.thread] = NO_KEY;
-    room.key[at.thread] = -1;
-}
-
 /* ---- weights ---- */
-
-/* Where the lane's rows of the four matrices go that the warp stores at once: keys g and g + 8 of
- * columns j and j + 1. */
-template <class S> __device__ __forceinline__ uint32_t weights_offset(const place<S> &at)
-{
-    const int matrix = at.lane / 8;
-    const int key = at.lane % 8;
-    return (2 * at.warp + matrix % 2) * 1024 + key * 128 + ((matrix / 2 ^ key) << 4);
-}
 
 /* Makes a tile's weights as operand of the value product, in the place of odd tiles or in the other
  * one; whether some are too large. */
@@ -207,17 +145,8 @@ __device__ __forceinline__ void raise_bases(room_a<S> &room, sums<S> &state,
                                             float (&z)[S::COLUMNS][4], float factor,
                                             const place<S> &at, int barrier, int tile_key)
 {
-    /* Rows across threads: through the place of the weights, which are void. */
     const int my_key = 16 * at.warp + at.g;
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-        const int row = 2 * at.t + (c & 1);
-        const uint32_t to = shared_address(room.weights) + slot_row(row) +
-                            4 * ((my_key + 8 * (c >> 1)) ^ slot_permutation(row));
-#pragma unroll
-        for (int j = 0; j < S::COLUMNS; j++)
-            store_shared(to + slot_row(8 * j), __float_as_uint(z[j][c] * factor));
-    }
+    share_logits(room, z, factor, at);
     const int before = at.thread < S::ROWS ? room.key[at.thread] : -1;
     group_barrier(barrier);
     raise_row(room, row_share<S>(at.thread), tile_key);
@@ -284,15 +213,7 @@ __device__ __forceinline__ void store_partial(sums<S> &state, room_a<S> &room, c
 {
     group_barrier(barrier); /* nobody reads weights and tiles any more */
     copy_tops(room, at);
-    const uint32_t to_sums = shared_address(room.weights) + 4 * (8 * at.warp + at.g);
-#pragma unroll
-    for (int j = 0; j < S::COLUMNS; j++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const uint32_t to = to_sums + (8 * j + 2 * at.t + e) * 128;
-            store_shared(to, __float_as_uint(state.exact[j][e]));
-            store_shared(to + S::ROWS * 128, __float_as_uint(state.rounded[j][e]));
-        }
+    share_sums(room, state, at);
     group_barrier(barrier);
     close_row(room, row_share<S>(at.thread), partial);
     asm volatile("cp.async.wait_all;" ::: "memory");

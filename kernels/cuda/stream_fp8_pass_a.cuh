@@ -22,57 +22,13 @@ namespace dkv_stream_fp8
 
 /* ---- a chunk's end ---- */
 
-/* Closes one row of the chunk, of whose sums the thread has a part: as store_rows(). */
-template <class S, class room_type>
-__device__ __forceinline__ void close_row(room_type &room, const row_share<S> &mine,
-                                          unsigned char *partial)
-{
-    constexpr int SHARERS = row_share<S>::SHARERS;
-    const uint32_t from = shared_address(room.weights) + mine.row * 128;
-    float sum = 0.0f;
-    float rounded = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 32 / SHARERS; i++) {
-        const uint32_t part = from + 4 * (mine.part * (32 / SHARERS) + i);
-        sum += load_shared_float(part);
-        rounded += load_shared_float(part + S::ROWS * 128);
-    }
-#pragma unroll
-    for (int lanes = 1; lanes < SHARERS; lanes *= 2) {
-        sum += __shfl_xor_sync(~0u, sum, lanes);
-        rounded += __shfl_xor_sync(~0u, rounded, lanes);
-    }
-    const float scale = (rounded > 0.0f ? sum / rounded : 1.0f) * (1.0f / S::WEIGHT_ONE);
-    sum *= 1.0f / S::WEIGHT_ONE;
-    const float top = room.top[mine.row];
-    const float base = room.base[mine.row];
-    const float below = exp2_fast(base - top); /* NO_KEY both: 1 */
-    const bool joins = sum * below >= 0.125f;
-    if (mine.part != 0)
-        return;
-    room.factor[mine.row] = (joins ? below : 1.0f) * scale;
-    room.joins[mine.row] = joins ? 1.0f : 0.0f;
-    const partial_head head = {top, joins ? top : base, joins ? fmaf(sum, below, 1.0f) : -sum,
-                               room.key[mine.row]};
-    __stcg(reinterpret_cast<float4 *>(partial) + mine.row,
-           *reinterpret_cast<const float4 *>(&head));
-}
-
 /* Stores the chunk's partial, by the group. */
 template <class S>
 __device__ __forceinline__ void store_partial(sums<S> &state, room_a<S> &room, const place<S> &at,
                                               int barrier, uint32_t dtype, unsigned char *partial)
 {
     group_barrier(barrier); /* nobody reads weights any more */
-    const uint32_t to_sums = shared_address(room.weights) + 4 * (8 * at.warp + at.g);
-#pragma unroll
-    for (int j = 0; j < S::COLUMNS; j++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const uint32_t to = to_sums + (8 * j + 2 * at.t + e) * 128;
-            store_shared(to, __float_as_uint(state.exact[j][e]));
-            store_shared(to + S::ROWS * 128, __float_as_uint(state.rounded[j][e]));
-        }
+    share_sums(room, state, at);
     group_barrier(barrier);
     close_row(room, row_share<S>(at.thread), partial);
     group_barrier(barrier);
@@ -147,7 +103,7 @@ template <class S> struct group_a {
             if (!S::E4M3)
                 lowest = least(z, lowest);
             if (tile >= plain)
-                make_logits(work, tile, z);
+                make_logits(work, tile, at, z);
             tile_sums<S> added;
             const bool large = make_weights(z, factor, shifts, room, tile & 1, at, added);
             fence_async_proxy();
@@ -177,27 +133,6 @@ template <class S> struct group_a {
                           work.item.chunk * static_cast<size_t>(S::PARTIAL_BYTES));
     }
 
-    /* Tiles before this one have logits that are dot products times a factor, all of which count.
-     */
-    __device__ __forceinline__ static int plain_tiles(const job &work)
-    {
-        const logit_rule rule(work);
-        const int open = rule.open_keys - static_cast<int>(item_first_key(work.item));
-        return logit_factor(rule).plain ? open / TILE : 0;
-    }
-
-    /* Logits / factor of a tile that is not plain. */
-    __device__ __forceinline__ void make_logits(const job &work, int tile,
-                                                float (&z)[S::COLUMNS][4]) const
-    {
-        const logit_rule rule(work);
-        const int first_key = item_first_key(work.item) + tile * TILE;
-        if (!logit_factor(rule).plain)
-            rule.template apply<S::COLUMNS, 4>(z);
-        if (first_key + TILE > rule.open_keys)
-            hide_keys<S>(work, first_key, place<S>(here(at.thread)), z);
-    }
-
     /* By a branch whatever S says: without one ptxas serialises the products (C7513), since the
      * values' is under way. */
     __device__ __forceinline__ void convert_keys(const job &work, fp8_keys<S> &keys) const
@@ -214,6 +149,7 @@ template <class S> struct group_a {
         query.load(work, once);
         stream.begin(work, shared_address(room.ring), tiles, once);
         state.clear();
+        clear_held(room, once);
         clear_rows(room, once);
         bool fits = query.store(work, shared_address(room.query), once);
         const float k = work.unit.k_scale;

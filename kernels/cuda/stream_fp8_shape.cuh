@@ -14,8 +14,8 @@
 #ifndef DKV_KERNELS_CUDA_STREAM_FP8_SHAPE_CUH
 #define DKV_KERNELS_CUDA_STREAM_FP8_SHAPE_CUH
 
-#include "kernels/cuda/fast_merge.cuh"
 #include "kernels/cuda/stream_fp8_tiles.cuh"
+#include "kernels/cuda/stream_softmax.cuh"
 
 namespace dkv_stream_fp8
 {
@@ -321,36 +321,6 @@ template <class S, class T> __device__ __forceinline__ void convert(T &tile, uin
         tile.template convert<false>();
     else
         tile.convert(dtype == DKV_F8_E5M2);
-}
-
-/* How dot products become octaves: `factor` times them, after rule.apply() unless it is `plain`. */
-struct logit_factor {
-    float factor;
-    bool plain;
-
-    __device__ __forceinline__ explicit logit_factor(const logit_rule &rule)
-        : plain(rule.cap == 0.0f)
-    {
-        factor = plain ? rule.to_octaves : 1.0f;
-    }
-};
-
-/* -inf where a row of the thread does not see a key of the tile at `first_key`. The last tiles of a
- * unit alone. */
-template <class S>
-__device__ __forceinline__ void hide_keys(const job &work, int first_key, const place<S> &at,
-                                          float (&z)[S::COLUMNS][4])
-{
-    const int key = first_key + 16 * at.warp + at.g;
-#pragma unroll
-    for (int j = 0; j < S::COLUMNS; j++)
-#pragma unroll
-        for (int e = 0; e < 2; e++) {
-            const int last = last_key_of(work,
-                                         work.item.row_group * S::ROWS + 8 * j + 2 * at.t + e);
-            z[j][e] = key > last ? -INFINITY : z[j][e];
-            z[j][2 + e] = key + 8 > last ? -INFINITY : z[j][2 + e];
-        }
 }
 
 /* Starts x = keys * the sum of `parts` operands of rows^T, `next` bytes apart. */

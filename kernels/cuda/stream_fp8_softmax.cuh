@@ -16,12 +16,6 @@
 namespace dkv_stream_fp8
 {
 
-/* The sum of a thread's weights of a tile from which on bases are raised: one that is larger would
- * not be an fp16 number. Those of a tile after that are 1 at most, so that it is rare. So a key
- * that is not its row's top key has at most 48 times its weight, and the plain form p / (1 - p) is
- * safe for it. */
-constexpr float LARGE = 48.0f;
-
 /* What a group has in shared memory. */
 template <class S> struct __align__(1024) room_a
 {
@@ -42,52 +36,7 @@ template <class S> struct __align__(1024) room_a
     job work;
 };
 
-/* A thread's weights of a tile, by row. */
-template <class S> struct tile_sums {
-    float exact[S::COLUMNS][2];
-    float rounded[S::COLUMNS][2];
-};
-
-/* What a thread has of the sums. */
-template <class S> struct sums {
-    float exact[S::COLUMNS][2]; /* of its keys */
-    float rounded[S::COLUMNS][2];
-    float output[S::DIM / 64][S::COLUMNS][4];
-
-    __device__ __forceinline__ void clear(void)
-    {
-#pragma unroll
-        for (int j = 0; j < S::COLUMNS; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++)
-                exact[j][e] = rounded[j][e] = 0.0f;
-#pragma unroll
-        for (int m = 0; m < S::DIM / 64; m++)
-#pragma unroll
-            for (int j = 0; j < S::COLUMNS; j++)
-#pragma unroll
-                for (int c = 0; c < 4; c++)
-                    output[m][j][c] = 0.0f;
-    }
-
-    __device__ __forceinline__ void hold_output(void)
-    {
-#pragma unroll
-        for (int m = 0; m < S::DIM / 64; m++)
-            hold(output[m]);
-    }
-
-    __device__ __forceinline__ void add(const tile_sums<S> &tile)
-    {
-#pragma unroll
-        for (int j = 0; j < S::COLUMNS; j++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                exact[j][e] += tile.exact[j][e];
-                rounded[j][e] += tile.rounded[j][e];
-            }
-    }
-
+template <class S> struct sums : group_sums<S> {
     /* Output of rows 8j + 2t and the next: *= factor, then the top key joins with weight `joins`.
      * held: its value's bytes in the thread's dimensions. */
     __device__ __forceinline__ void rescale_output(int j, const float2 &factor, const float2 &joins,
@@ -101,27 +50,15 @@ template <class S> struct sums {
                 const float w = e == 0 ? joins.x : joins.y;
                 const uint32_t bytes = held[e] >> 16 * m;
                 const float2 v = unpack<fp16_type>(fp16_of_fp8(bytes, dtype).x);
-                float *o = output[m][j];
+                float *o = this->output[m][j];
                 o[e] = fmaf(w, v.x, o[e] * f);
                 o[2 + e] = fmaf(w, v.y, o[2 + e] * f);
             }
     }
 };
 
-/* How many threads look at one row together, and at how many keys of a tile each. */
-template <class S> struct row_share {
-    static constexpr int SHARERS = GROUP_THREADS / S::ROWS;
-    static constexpr int KEYS = TILE / SHARERS;
-    int row;
-    int part;
-
-    __device__ __forceinline__ explicit row_share(int thread)
-        : row(thread / SHARERS), part(thread % SHARERS)
-    {
-    }
-};
-
-template <class S> __device__ __forceinline__ void clear_rows(room_a<S> &room, const place<S> &at)
+/* The values of no top keys. */
+template <class S> __device__ __forceinline__ void clear_held(room_a<S> &room, const place<S> &at)
 {
 #pragma unroll
     for (int j = 0; j < S::COLUMNS; j++)
@@ -129,38 +66,9 @@ template <class S> __device__ __forceinline__ void clear_rows(room_a<S> &room, c
         for (int e = 0; e < 2; e++)
             fp8_values<S>::store_bytes(
                 shared_address(room.held[8 * j + 2 * at.t + e]) + fp8_values<S>::first(at), 0);
-    if (at.thread >= S::ROWS)
-        return;
-    room.base[at.thread] = NO_KEY;
-    room.shift[at.thread] = S::WEIGHT_SHIFT - NO_KEY;
-    room.top[at.thread] = NO_KEY;
-    room.key[at.thread] = -1;
 }
 
 /* ---- weights ---- */
-
-/* WEIGHT_SHIFT - base of the thread's rows. */
-template <class S> struct row_shifts {
-    float2 of[S::COLUMNS];
-
-    template <class room_type>
-    __device__ __forceinline__ void load(const room_type &room, const place<S> &at)
-    {
-        const uint32_t from = shared_address(room.shift) + 8 * at.t;
-#pragma unroll
-        for (int j = 0; j < S::COLUMNS; j++)
-            of[j] = load_shared_pair(from + 32 * j);
-    }
-};
-
-/* Where the lane's rows of the four matrices go that the warp stores at once: keys g and g + 8 of
- * columns j and j + 1. */
-template <class S> __device__ __forceinline__ uint32_t weights_offset(const place<S> &at)
-{
-    const int matrix = at.lane / 8;
-    const int key = at.lane % 8;
-    return (2 * at.warp + matrix % 2) * 1024 + key * 128 + ((matrix / 2 ^ key) << 4);
-}
 
 /* Makes a tile's weights as operand of the value product, in the place of odd tiles or in the other
  * one; whether some are too large. */
@@ -198,69 +106,6 @@ __device__ __forceinline__ bool make_weights(const float (&z)[S::COLUMNS][4], fl
 
 /* ---- raising bases ---- */
 
-/* Decides for one row, of which the thread has KEYS logits: the largest becomes the top key, if it
- * is above it; the base goes up to the largest of the others, and the old top key joins them. */
-template <class S, class room_type>
-__device__ __forceinline__ void raise_row(room_type &room, const row_share<S> &mine, int tile_key)
-{
-    constexpr int KEYS = row_share<S>::KEYS;
-    const float base = room.base[mine.row];
-    const float top = room.top[mine.row];
-    const bool had_key = room.key[mine.row] >= 0;
-    const uint32_t from = shared_address(room.weights) + slot_row(mine.row);
-    float z[KEYS];
-    float largest = -INFINITY;
-    int key = 0;
-#pragma unroll
-    for (int i = 0; i < KEYS; i += 4) { /* whose permutation keeps eight keys together */
-        float four[4];
-        load_shared(from + 4 * ((mine.part * KEYS + i) ^ slot_permutation(mine.row)), four);
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            z[i + c] = four[c];
-            if (four[c] > largest) {
-                largest = four[c];
-                key = mine.part * KEYS + i + c;
-            }
-        }
-    }
-#pragma unroll
-    for (int lanes = 1; lanes < row_share<S>::SHARERS; lanes *= 2) {
-        const float other = __shfl_xor_sync(~0u, largest, lanes);
-        const int other_key = __shfl_xor_sync(~0u, key, lanes);
-        if (other > largest || (other == largest && other_key < key)) {
-            largest = other;
-            key = other_key;
-        }
-    }
-    const bool raises = largest > base + 0.5f;
-    const bool replaces = raises && largest > top;
-    float rest = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < KEYS; i++)
-        rest = replaces && mine.part * KEYS + i == key ? rest : fmaxf(rest, z[i]);
-#pragma unroll
-    for (int lanes = 1; lanes < row_share<S>::SHARERS; lanes *= 2)
-        rest = fmaxf(rest, __shfl_xor_sync(~0u, rest, lanes));
-    __syncwarp();
-    if (mine.part != 0)
-        return;
-    /* An octave more than must be, if the top key allows it, so that it is less often done again.
-     */
-    const float raised = !raises    ? base
-                         : replaces ? fminf(fmaxf(rest, top) + 1.0f, largest)
-                                    : fminf(largest + 1.0f, top);
-    room.base[mine.row] = raised;
-    room.shift[mine.row] = S::WEIGHT_SHIFT - raised;
-    room.factor[mine.row] = exp2_fast(base - raised);
-    room.joins[mine.row] = replaces && had_key ? S::WEIGHT_ONE * exp2_fast(top - raised) : 0.0f;
-    room.hidden[mine.row] = replaces ? key : -1;
-    if (replaces) {
-        room.top[mine.row] = largest;
-        room.key[mine.row] = tile_key + key;
-    }
-}
-
 /* Some weights are too large, or it is a chunk's first tile, before which there are no sums. By the
  * whole group, after it has met: nobody reads weights any more. */
 template <class S>
@@ -269,17 +114,8 @@ __device__ __forceinline__ void raise_bases(room_a<S> &room, sums<S> &state,
                                             const place<S> &at, int barrier, uint32_t v_tile,
                                             int tile_key, bool first, uint32_t dtype)
 {
-    /* Rows across threads: through the place of the weights, which are void. */
     const int my_key = 16 * at.warp + at.g;
-#pragma unroll
-    for (int c = 0; c < 4; c++) {
-        const int row = 2 * at.t + (c & 1);
-        const uint32_t to = shared_address(room.weights) + slot_row(row) +
-                            4 * ((my_key + 8 * (c >> 1)) ^ slot_permutation(row));
-#pragma unroll
-        for (int j = 0; j < S::COLUMNS; j++)
-            store_shared(to + slot_row(8 * j), __float_as_uint(z[j][c] * factor));
-    }
+    share_logits(room, z, factor, at);
     group_barrier(barrier);
     raise_row(room, row_share<S>(at.thread), tile_key);
     group_barrier(barrier);

@@ -142,49 +142,10 @@ template <class S, class room_type> struct group_terms {
         }
 #pragma unroll
         for (int i = 0; i < S::R; i++)
-            for (;;) {
-                const unsigned lanes = __ballot_sync(~0u, cancels[i] != 0);
-                if (lanes == 0)
-                    break;
-                const int lane = __ffs(lanes) - 1;
-                const int which = __ffs(__shfl_sync(~0u, cancels[i], lane)) - 1;
-                const int row = which / 4 * 8 + lane % 4 * 2 + which % 2;
-                const int key = 16 * at.warp + which / 2 % 2 * 8 + lane / 4;
-                const float exact = plain_distance(BLOCK_ROWS * i + row, v_tile, key,
-                                                   work.block.v.dtype);
-                const unsigned mine = at.lane == lane ? 1u << which : 0;
-                cancels[i] &= ~mine;
-#pragma unroll
-                for (int j = 0; j < ROW_TILES; j++)
-#pragma unroll
-                    for (int c = 0; c < 4; c++) {
-                        if (mine & 1u << (4 * j + c))
-                            distance[ROW_TILES * i + j][c] = exact;
-                    }
-            }
-    }
-
-    /* |a - v|^2 of a row and a key of the tile, summed plainly by the whole warp. */
-    __device__ __forceinline__ float plain_distance(int row, uint32_t v_tile, int key,
-                                                    uint32_t dtype) const
-    {
-        float sum = 0.0f;
-        float scale = 0.0f;
-        for (int pair = at.lane; pair < S::DIM / 2; pair += 32) {
-            const uint32_t a = shared_address(room.a[0]) + pair_offset<S>(row, pair);
-            const float2 hi = unpack<typename S::type>(load_shared(a));
-            const float2 lo = unpack<typename S::type>(load_shared(a + S::OPERAND_BYTES));
-            const float2 v = value_pair<S>(v_tile, key, pair, dtype);
-            const float x = hi.x - v.x + lo.x;
-            const float y = hi.y - v.y + lo.y;
-            sum = fmaf(x, x, fmaf(y, y, sum));
-            scale = fmaf(v.x, v.x, fmaf(v.y, v.y, scale));
-        }
-        for (int lanes = 16; lanes > 0; lanes /= 2) {
-            sum += __shfl_xor_sync(~0u, sum, lanes);
-            scale += __shfl_xor_sync(~0u, scale, lanes);
-        }
-        return sum <= EQUAL * scale ? 0.0f : sum;
+            distances_again<S>(cancels[i],
+                               shared_address(room.a[0]) + i * ROW_TILES * S::EIGHT_BYTES,
+                               S::OPERAND_BYTES, v_tile, work.block.v.dtype, at,
+                               reinterpret_cast<float(&)[ROW_TILES][4]>(distance[ROW_TILES * i]));
     }
 };
 
