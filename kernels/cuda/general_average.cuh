@@ -171,7 +171,7 @@ __device__ void weigh_bars(const dkv_cu_block &block, const dkv_cu_unit &unit, c
         for (int r = 0; r < 2; r++) {
             const int slot_row = threadIdx.x / 16 + 16 * r;
             const uint32_t row = first_row + slot_row;
-            const row_result result = row < end_row ? results[row] : row_result{0, 0, -1, 0};
+            const row_result result = row < end_row ? results[row] : row_result{0, 0, -1, 0, 0, 0};
             for (int k = 0; k < 4; k++) {
                 const int slot = threadIdx.x % 16 + 16 * k;
                 const uint32_t key = first_key + slot;

@@ -75,10 +75,56 @@ __device__ float multiply_metric(const dkv_cu_block &block, const dkv_cu_unit &u
     return squares;
 }
 
+/* The same in double; to every thread. */
+__device__ double block_sum(double x, double *shared)
+{
+    for (int step = 16; step; step >>= 1)
+        x += __shfl_xor_sync(~0u, x, step);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0)
+        shared[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = shared[0];
+    for (int w = 1; w < merge_threads / 32; w++)
+        x += shared[w];
+    return x;
+}
+
+/* A row's logit of one key, to more digits than float32 has. */
+__device__ double exact_logit(const dkv_cu_block &block, const dkv_cu_unit &unit, uint32_t row,
+                              int key, double *shared)
+{
+    const uint32_t head = row / block.window;
+    const unsigned char *k = dkv_cu_row(block.k, unit.k, block.valid_from + key,
+                                        &unit.report->bad_k_entry);
+    const unsigned char *q = unit.q + head * block.q_head_stride +
+                             row % block.window * block.q_row_stride;
+    const float q_scale = unit.q_scales ? unit.q_scales[head] : 1.0f;
+    const uint32_t q_bytes = dkv_cu_dtype_bytes(block.q_dtype);
+    const uint32_t k_bytes = dkv_cu_dtype_bytes(block.k.dtype);
+    double sum = 0;
+    for (uint32_t dim = threadIdx.x; k && dim < block.head_dim; dim += merge_threads)
+        sum = fma(static_cast<double>(dkv_cu_load1(q + dim * q_bytes, block.q_dtype, q_scale)),
+                  static_cast<double>(dkv_cu_load1(k + dim * k_bytes, block.k.dtype, unit.k_scale)),
+                  sum);
+    const double z = block_sum(sum, shared) * static_cast<double>(block.scale);
+    const double cap = block.softcap;
+    return cap > 0 ? cap * tanh(z / cap) : z;
+}
+
+/* Whether a row's largest key has a term of its own in the second pass, so that others' p need not
+ * be made as its own is. (Where it has none, equal keys must have equal terms.) */
+__device__ bool has_top_term(const dkv_cu_block &block)
+{
+    return block.form == DKV_CU_FORM_DROPKV || block.form == DKV_CU_FORM_DIST ||
+           block.form == DKV_CU_FORM_PROJ;
+}
+
 __global__ void __launch_bounds__(merge_threads) merge(work_list work)
 {
     __shared__ partial ranges[max_ranges];
     __shared__ float shared[merge_threads / 32];
+    __shared__ double shared_double[merge_threads / 32];
     __shared__ float center[DKV_HEAD_DIM_MAX];
     __shared__ float vector[DKV_HEAD_DIM_MAX]; /* with a metric: b - v, then a */
     const uint32_t index = find_unit(work, blockIdx.x);
@@ -110,6 +156,7 @@ __global__ void __launch_bounds__(merge_threads) merge(work_list work)
     float second = -INFINITY;
     for (uint32_t i = 0; i < l.n_ranges; i++)
         second = fmaxf(second, fmaxf(ranges[i].second, i == best ? -INFINITY : ranges[i].top));
+    const float key_second = second;
     const bool alone = second == -INFINITY; /* one visible key, or none */
     const float sink = unit.sink_logits ? unit.sink_logits[row / block.window] : -INFINITY;
     second = fmaxf(second, sink);
@@ -121,8 +168,19 @@ __global__ void __launch_bounds__(merge_threads) merge(work_list work)
         sum = fmaf(weight(ranges[i].second, second), ranges[i].sum, sum);
         sum += i == best ? 0.0f : weight(ranges[i].top, second);
     }
-    /* relative to the top key */
-    const float others = second == -INFINITY ? 0.0f : sum * expf(second - top);
+    /* What the others weigh, relative to the top key. An error of its logit is in all their p, and
+     * twice in their terms: beside a sink the last bits of its large logit, and of differences to
+     * it, would be the largest error there is. */
+    double ahead = 0; /* of `second` */
+    if (has_top_term(block) && top_key >= 0) {
+        const double exact = exact_logit(block, unit, row, top_key, shared_double);
+        ahead = (isfinite(exact) ? fmax(exact, static_cast<double>(key_second))
+                                 : static_cast<double>(top)) -
+                static_cast<double>(second);
+    }
+    const float others = second == -INFINITY   ? 0.0f
+                         : has_top_term(block) ? static_cast<float>(sum * exp(-ahead))
+                                               : sum * expf(second - top);
     const float p = 1.0f / (1.0f + others);
     const float rest = others > 1e30f ? 1.0f : others / (1.0f + others);
 
@@ -165,14 +223,18 @@ __global__ void __launch_bounds__(merge_threads) merge(work_list work)
 
     if (threadIdx.x == 0) {
         const int exponent = factor_exponent(block, l, value_max);
-        row_result result = {0.0f, 0.0f, -1, 0.0f};
+        row_result result = {0.0f, 0.0f, -1, 0.0f, 0.0f, 0.0f};
         /* The odds of a row's only key have no limit; p itself is 1. */
         if (top_key >= 0 &&
             (!alone || block.form == DKV_CU_FORM_P || block.form == DKV_CU_FORM_PROJ || averaged))
-            result = {top, p, top_key,
+            result = {top,
+                      p,
+                      top_key,
                       averaged
                           ? rest
-                          : top_term(block, p, rest, distance, projection, ldexpf(1.0f, exponent))};
+                          : top_term(block, p, rest, distance, projection, ldexpf(1.0f, exponent)),
+                      second == -INFINITY ? top : second,
+                      static_cast<float>(1.0 / (exp(ahead) + sum))};
         reinterpret_cast<float *>(unit.work + l.weights)[row] = row_weight(block,
                                                                            row % block.window);
         reinterpret_cast<row_result *>(unit.work + l.results)[row] = result;

@@ -72,15 +72,17 @@ __global__ void __launch_bounds__(threads, 2) score(work_list work)
         for (int r = 0; r < 2; r++) {
             const int slot_row = threadIdx.x / 16 + 16 * r;
             const uint32_t row = first_row + slot_row;
-            const row_result result = row < l.rows ? results[row] : row_result{0, 0, -1, 0};
+            const row_result result = row < l.rows ? results[row] : row_result{0, 0, -1, 0, 0, 0};
+            const float base = form == DKV_CU_FORM_P ? result.top : result.second;
+            const float p_base = form == DKV_CU_FORM_P ? result.p_top : result.p_second;
             const float weight = fold == fold_flat && row < l.rows ? weights[row] : 0.0f;
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 const int slot = threadIdx.x % 16 + 16 * k;
                 const uint32_t key = first_key + slot;
                 float term = 0;
-                if (s.key_rows[slot] && result.p_top > 0 && sees(block, row, key)) {
-                    const float p = expf(logit_above(block, z[r][k], result.top)) * result.p_top;
+                if (s.key_rows[slot] && result.top_key >= 0 && sees(block, row, key)) {
+                    const float p = expf(logit_above(block, z[r][k], base)) * p_base;
                     term = form != DKV_CU_FORM_P && static_cast<int>(key) == result.top_key
                                ? result.top_term
                                : term_of<form>(block, p, form == DKV_CU_FORM_P ? 0 : against[r][k],

@@ -26,12 +26,15 @@ struct partial {
     float sum;    /* of exp(z - second) over the others */
 };
 
-/* What merge leaves per row; p of a key is exp(z - top) * p_top. */
+/* What merge leaves per row; p of a key is exp(z - top) * p_top, or for those but the largest,
+ * where that one has a term of its own, exp(z - second) * p_second. */
 struct row_result {
     float top;
     float p_top;    /* 0: this row adds nothing */
-    int top_key;    /* its term is top_term */
+    int top_key;    /* its term is top_term; -1: this row adds nothing */
     float top_term; /* already times the range factor; DKV_CU_FORM_AVERAGE: 1 - p_top */
+    float second;
+    float p_second;
 };
 
 /* What average leaves per query head. */

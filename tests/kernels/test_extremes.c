@@ -169,6 +169,32 @@ static void a_sink_that_leaves_next_to_nothing_keeps_its_score(void **state)
             }
 }
 
+/* A sink's logit is large, and so are its last bits in float32: an error of it is in the p of all
+ * other keys, and twice in their scores. One row, so that no others make up for it. */
+static void a_sink_takes_no_digits_from_the_others(void **state)
+{
+    (void)state;
+    for (int logit = 9; logit <= 13; logit++) /* beyond, others' scores are below the floor */
+        for (uint64_t seed = 1; seed <= 4; seed++) {
+            struct dkv_shape shape = plain(DKV_FP32);
+            struct dkv_case c;
+            shape.q_heads = 2;
+            shape.q_rows = 1;
+            shape.n_tokens = 600;
+            make(&c, shape, 200 + seed);
+            dkv_case_param(&c, "keep_tokens", "2");
+            for (uint64_t h = 0; h < 2; h++)
+                for (uint64_t e = 0; e < 64; e++) {
+                    const double direction = e * 7 % 3 == 0 ? 1 : -1;
+                    dkv_case_set(&c, DKV_QUERY, h, 0, e,
+                                 direction + 0.3 * dkv_case_get(&c, DKV_QUERY, h, 0, e));
+                    dkv_case_set(&c, DKV_KEY, h, 5, e, direction * logit / 8);
+                }
+            check(&c, NULL);
+            dkv_case_fini(&c);
+        }
+}
+
 /* fp8 caches come with queries of other types, of any size, and with scales of any size. */
 static void fp8_caches_beside_any_query_and_scale_are_right(void **state)
 {
@@ -269,6 +295,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(values_above_1e18_are_out_of_range_not_nan),
         cmocka_unit_test(sinks_down_to_1e_12_keep_their_score_and_rank),
         cmocka_unit_test(a_sink_that_leaves_next_to_nothing_keeps_its_score),
+        cmocka_unit_test(a_sink_takes_no_digits_from_the_others),
         cmocka_unit_test(fp8_caches_beside_any_query_and_scale_are_right),
         cmocka_unit_test(rounded_probabilities_are_used_in_every_form),
         cmocka_unit_test(probabilities_whose_squares_underflow_still_rank),
