@@ -4,10 +4,12 @@
 # usage: run.sh [BUNDLE_DIR] [--quick] [--sanitize] [--bench]     (deploy/bundle.sh BUILD DIR --tests)
 #
 #   --quick      a tenth of the random cases
-#   --sanitize   compute-sanitizer: memcheck, initcheck, synccheck on a few dozen cases, racecheck on
-#                some; its output goes to RACECHECK_LOGS (BUNDLE_DIR/logs), and is each byte's hazard
-#                with RACECHECK_REPORT=all, not each pair of accesses alone
-#   --bench      the benchmark as well
+#   --sanitize   compute-sanitizer: memcheck, initcheck, synccheck and racecheck on a few dozen cases;
+#                racecheck's hazards are each byte's with RACECHECK_REPORT=all, not each pair of accesses alone
+#   --bench      the benchmark as well, when everything else has ended
+#
+# The references are slow and on the CPU, so what waits for them runs beside the rest. Each program's
+# output is a file of GPU_TEST_LOGS (BUNDLE_DIR/logs); here it is shown when it has ended.
 #
 # Exit 0: everything passed; 77: no usable GPU; 1: something failed.
 set -u
@@ -23,117 +25,165 @@ for arg in "$@"; do
 done
 DKV_TEST_DATA=$dir/data
 export DKV_TEST_DATA
+logs=${GPU_TEST_LOGS:-$dir/logs}
+mkdir -p "$logs"
+rm -f "$logs"/*.log "$logs"/*.rc
 failed=0
+all=
 
-run() {
-    echo "== $*"
-    "$@"
-    rc=$?
-    [ $rc -eq 77 ] && { echo "no usable GPU"; exit 77; }
-    [ $rc -eq 0 ] || { echo "FAILED ($rc): $*"; failed=1; }
+# start NAME PROGRAM..: beside what follows. It may take as long as the slowest of them, on few cores.
+start() {
+    name=$1
+    shift
+    all="$all $name"
+    (
+        timeout "${GPU_TEST_LIMIT:-1800}" "$@" >"$logs/$name.log" 2>&1
+        echo $? >"$logs/$name.rc"
+    ) &
 }
 
-run "$dir/bin/test_gpu_engine"
-run "$dir/bin/bench_select" check 200
+# run NAME PROGRAM..: alone among those that are not beside.
+run() {
+    name=$1
+    shift
+    all="$all $name"
+    timeout "${GPU_TEST_LIMIT:-1800}" "$@" >"$logs/$name.log" 2>&1
+    echo $? >"$logs/$name.rc"
+}
+
+# Shows what ended badly whole, of the others the last line.
+report() {
+    for name in $all; do
+        rc=$(cat "$logs/$name.rc" 2>/dev/null || echo none)
+        case $rc in
+        0) echo "== $name: $(tail -n 1 "$logs/$name.log")" ;;
+        77) echo "== $name: skipped: $(tail -n 1 "$logs/$name.log")" ;;
+        *)
+            echo "== $name: FAILED ($rc)"
+            tail -n 60 "$logs/$name.log"
+            failed=1
+            ;;
+        esac
+    done
+    all=
+}
+
+run test_gpu_engine "$dir/bin/test_gpu_engine"
+[ "$(cat "$logs/test_gpu_engine.rc")" -ne 77 ] || { cat "$logs/test_gpu_engine.log"; exit 77; }
+
+# ---- what waits for a reference ----
+
+jobs=$(nproc)
+[ "$jobs" -gt 12 ] && jobs=12
+each=$(((cases + jobs - 1) / jobs))
+for job in $(seq "$jobs"); do
+    start "random-$job" "$dir/bin/check_gpu_random" "$each" $((job * 1000000)) 1
+done
+start check_gpu_policies "$dir/bin/check_gpu_policies" 512
+start check_policies "$dir/bin/check_policies" cuda:0 300 3300
+start check_random "$dir/bin/check_random" cuda:0 300 1
+
+# ---- compute-sanitizer ----
+
+# What racecheck says is kept whole, a file for each program, and counted by where the two accesses
+# are. It cannot see every order: the hand-overs that it reports by themselves, each in a kernel of a
+# few lines that is right, are found first; whatever else it reports is a failure. The seeds are one
+# for each kernel that scores: the general one and fp8, then 32 and 64 rows, fp8 with 64, and two of
+# the stream scorer; policies bring the others.
+race_programs="check_gpu_random-8-7 check_gpu_random-1-63 check_gpu_random-1-292 check_gpu_random-1-104
+    check_gpu_random-1-19 check_gpu_random-1-83 check_policies-cuda:0-12-3300"
+
+# start_racecheck NAME PROGRAM..: NAME.rc is 99 if something was reported.
+start_racecheck() {
+    race=$1
+    shift
+    start "race-$race" compute-sanitizer --tool racecheck --error-exitcode 99 \
+        --racecheck-report "${RACECHECK_REPORT:-analysis}" --print-limit 0 --demangle simple \
+        --log-file "$logs/race-$race.txt" "$@"
+    all=${all% *} # judged below
+}
+
+if $sanitize; then
+    LD_LIBRARY_PATH=$dir/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+    export LD_LIBRARY_PATH
+    for tool in memcheck initcheck synccheck; do
+        start "$tool" compute-sanitizer --tool $tool --error-exitcode 1 \
+            "$dir/programs/check_gpu_random" 24 7
+    done
+    run race_patterns "$dir/bin/race_patterns"
+    for pattern in $("$dir/bin/race_patterns" names); do
+        start_racecheck "$pattern" "$dir/programs/race_patterns" "$pattern"
+    done
+    for program in $race_programs; do
+        # shellcheck disable=SC2046 # NAME-ARGUMENT-ARGUMENT
+        start_racecheck "$program" "$dir/programs/"$(echo "$program" | tr '-' ' ')
+    done
+fi
+
+# ---- the rest, one after the other ----
+
 # The tests that take the name of an engine, on this one.
 for test in budgets extremes golden layouts metamorphic nasty same_bits; do
-    run "$dir/bin/test_$test" cuda:0
+    run "test_$test" "$dir/bin/test_$test" cuda:0
 done
 # Each scorer that uses the tensor cores against float64 on the device.
 for scorer in fast stream stream-16bit stream-fp8; do
-    run timeout 300 "$dir/bin/bench_fast" check "" 2 $scorer
+    run "check-$scorer" "$dir/bin/bench_fast" check "" 2 $scorer
 done
+run bench_select "$dir/bin/bench_select" check 200
 # Its threads are late on purpose: what relies on being quick hangs or differs.
-run timeout 300 "$dir/bin/check_fast_shaken" check llama 10
-run "$dir/bin/check_random" cuda:0 300 1
-run "$dir/bin/check_policies" cuda:0 300 3300
-run "$dir/bin/check_gpu_policies" 512
+run check_fast_shaken "$dir/bin/check_fast_shaken" check llama 4
 # The same engine behind the library's calls, on streams of the caller's.
-run "$dir/bin/test_gpu_embedded"
+run test_gpu_embedded "$dir/bin/test_gpu_embedded"
 # Memory of other processes, lent to a daemon.
-run "$dir/bin/test_gpu_export" "$dir/bin/dropkvd"
+run test_gpu_export "$dir/bin/test_gpu_export" "$dir/bin/dropkvd"
 if command -v python3 >/dev/null; then
     for test in test_gpu_regions test_gpu_deaths test_two_gpus; do
-        run python3 -B "$dir/python/$test.py" "$dir/bin/dropkvd"
+        run "$test" python3 -B "$dir/python/$test.py" "$dir/bin/dropkvd"
     done
 else
     echo "skipped: what is written in Python: no python3"
 fi
-# The reference is slow and on the CPU: several processes share the cases, and the GPU.
-jobs=$(nproc)
-[ "$jobs" -gt 12 ] && jobs=12
-echo "== check_gpu_random: $cases cases in $jobs processes"
-each=$(((cases + jobs - 1) / jobs))
-logs=$(mktemp -d)
-pids=
-for job in $(seq "$jobs"); do
-    "$dir/bin/check_gpu_random" "$each" $((job * 1000000)) 1 >"$logs/$job" 2>&1 &
-    pids="$pids $!"
-done
-for pid in $pids; do
-    wait "$pid"
-    rc=$?
-    [ $rc -eq 77 ] && { cat "$logs/1"; echo "no usable GPU"; exit 77; }
-    [ $rc -eq 0 ] || failed=1
-done
-grep -h -E "^seed|^batch|tests:" "$logs"/* | head -n 40
-grep -h "worst" "$logs"/* | sort | awk '{ m[$1] = m[$1] > $4+0 ? m[$1] : $4+0; x[$1] = x[$1] > $7+0 ? x[$1] : $7+0 }
-    END { for (t in m) print t, "worst median", m[t], "worst maximum", x[t] }'
-awk -v want="$cases" '/ cases: /{ c += $1; f += $(NF-1) }
-    END { print c + 0, "cases,", f + 0, "failures"; exit c < want || f > 0 }' "$logs"/* || failed=1
-rm -rf "$logs"
-# What racecheck says is kept whole, a file for each program, and counted here by where the two
-# accesses are. It cannot see every order: the hand-overs that it reports by themselves, each in a
-# kernel of a few lines that is right, are found first; whatever else it reports is a failure. The
-# seeds are one for each kernel that scores: the general one and fp8, then 32 and 64 rows, fp8 with
-# 64, and two of the stream scorer; policies bring the others.
-racecheck_log() {
-    LD_LIBRARY_PATH=$dir/lib timeout 900 compute-sanitizer --tool racecheck --error-exitcode 1 \
-        --racecheck-report "${RACECHECK_REPORT:-analysis}" --print-limit 0 --demangle simple \
-        --log-file "$1" "$dir/programs/$2" ${3+"$3"} ${4+"$4"}
-}
 
-find_reported_patterns() {
+wait
+report
+
+if $sanitize; then
     reported=
     for pattern in $("$dir/bin/race_patterns" names); do
-        if racecheck_log "$logs/pattern-$pattern.log" race_patterns "$pattern" >/dev/null; then
-            echo "not reported by itself: $pattern"
-        else
+        case $(cat "$logs/race-$pattern.rc") in
+        0) echo "not reported by itself: $pattern" ;;
+        99)
             echo "reported by itself: $pattern"
             reported="$reported $pattern"
-        fi
+            ;;
+        *) echo "FAILED: race_patterns $pattern"; cat "$logs/race-$pattern.log"; failed=1 ;;
+        esac
     done
     case $reported in
     *no_order*) ;;
     *) echo "FAILED: racecheck does not report a race"; failed=1 ;;
     esac
-}
-
-racecheck() {
-    log=$logs/racecheck-$1-$2-$3.log
-    echo "== racecheck $1 $2 $3: $log"
-    racecheck_log "$log" "$@"
-    sh "$dir/race_summary.sh" "$log" "$dir/race_known.txt" "$reported" ||
-        { echo "FAILED: racecheck $1 $2 $3"; failed=1; }
-    grep -q "RACECHECK SUMMARY" "$log" || { echo "FAILED: racecheck $1 $2 $3 did not end"; failed=1; }
-}
-
-if $sanitize; then
-    for tool in memcheck initcheck synccheck; do
-        LD_LIBRARY_PATH=$dir/lib run compute-sanitizer --tool $tool --error-exitcode 1 \
-            "$dir/programs/check_gpu_random" 48 7
+    for program in $race_programs; do
+        log=$logs/race-$program.txt
+        echo "== racecheck $program: $log"
+        sh "$dir/race_summary.sh" "$log" "$dir/race_known.txt" "$reported" ||
+            { echo "FAILED: racecheck $program"; failed=1; }
+        grep -q "RACECHECK SUMMARY" "$log" || { echo "FAILED: racecheck $program did not end"; failed=1; }
     done
-    logs=${RACECHECK_LOGS:-$dir/logs}
-    mkdir -p "$logs"
-    run "$dir/bin/race_patterns"
-    find_reported_patterns
-    racecheck check_gpu_random 8 7
-    for seed in 63 292 104 19 83; do
-        racecheck check_gpu_random 1 $seed
-    done
-    racecheck check_gpu_policies 8 1
 fi
-$bench && run "$dir/bin/bench_cuda"
-$bench && run "$dir/bin/bench_gpu_ipc" "$dir/bin/dropkvd"
+
+grep -h "worst" "$logs"/random-*.log | sort |
+    awk '{ m[$1] = m[$1] > $4+0 ? m[$1] : $4+0; x[$1] = x[$1] > $7+0 ? x[$1] : $7+0 }
+    END { for (t in m) print t, "worst median", m[t], "worst maximum", x[t] }'
+awk -v want="$cases" '/ cases: /{ c += $1; f += $(NF-1) }
+    END { print c + 0, "cases,", f + 0, "failures"; exit c < want || f > 0 }' "$logs"/random-*.log || failed=1
+
+if $bench; then
+    run bench_cuda "$dir/bin/bench_cuda"
+    run bench_gpu_ipc "$dir/bin/bench_gpu_ipc" "$dir/bin/dropkvd"
+    cat "$logs/bench_cuda.log" "$logs/bench_gpu_ipc.log"
+    report
+fi
 [ $failed -eq 0 ] && echo "GPU tests: all passed"
 exit $failed
