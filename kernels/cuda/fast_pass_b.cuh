@@ -111,6 +111,18 @@ struct score_sink {
         if (!dkv_cu_finite(score))
             atomicOr(flags, DKV_CU_RETRY);
     }
+    /* The same of one key, whose sum is in `sum` of this thread already. */
+    __device__ __forceinline__ void put(float sum, uint32_t key) const
+    {
+        if (key >= n_keys)
+            return;
+        float score = sum * factor;
+        if (adds)
+            score += scores[key];
+        scores[key] = score;
+        if (!dkv_cu_finite(score))
+            atomicOr(flags, DKV_CU_RETRY);
+    }
 };
 
 /* Whether terms have the distance of every row. */

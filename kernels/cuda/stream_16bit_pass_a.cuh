@@ -15,15 +15,16 @@
 namespace dkv_stream_16bit
 {
 
-template <class S> struct group_a {
-    room_a<S> &room;
+template <class S, class room_type = room_a<S>> struct group_a {
+    room_type &room;
     place<S> at;
+    int side; /* the group's number, where several have the same tiles */
     int barrier;
     streams_a<S> stream;
     sums<S> state;
 
-    __device__ __forceinline__ group_a(room_a<S> &in, int group, int thread)
-        : room(in), at(thread), barrier(1 + group)
+    __device__ __forceinline__ group_a(room_type &in, int group, int thread)
+        : room(in), at(thread), side(group), barrier(1 + group)
     {
         stream.policy = policy_normal();
     }
@@ -49,10 +50,15 @@ template <class S> struct group_a {
             take_least(z, lowest);
             if (tile >= plain)
                 make_logits(work, tile, at, z);
+            if constexpr (S::KEEPS)
+                keep_logits(work, tile, z);
             tile_sums<S> added;
             const bool large = make_weights(z, factor, shifts, room, tile & 1, at, added);
-            stream.wait();
-            if (group_any(barrier, large || tile == 0)) {
+            if constexpr (S::FETCHED)
+                fence_async_proxy();
+            else
+                stream.wait();
+            if (meet_any<S>(barrier, large || tile == 0)) {
                 const place<S> again(here(at.thread));
                 raise_bases(room, state, z, factor, again, barrier,
                             static_cast<int>(item_first_key(work.item)) + tile * TILE);
@@ -63,16 +69,34 @@ template <class S> struct group_a {
             }
             state.add(added);
             start_value_product(tile);
-            stream.copy(work, at);
+            if constexpr (!S::FETCHED)
+                stream.copy(work, at);
             stream.advance();
         }
         warpgroup_wait<0>();
         state.hold_output();
         if (fminf(fminf(lowest[0], lowest[1]), fminf(lowest[2], lowest[3])) == -INFINITY)
             atomicOr(&work.unit.report->flags, DKV_CU_RETRY);
-        store_partial(state, room, place<S>(here(at.thread)), barrier,
+        store_partial(state, room, place<S>(here(at.thread)), side, barrier,
                       partials_of<S>(work) +
                           work.item.chunk * static_cast<size_t>(S::PARTIAL_BYTES));
+    }
+
+    /* Leaves a tile's logits / factor for pass B. */
+    __device__ __forceinline__ void keep_logits(const job &work, int tile,
+                                                const float (&z)[S::COLUMNS][4]) const
+    {
+        const uint32_t bytes = logit_bytes(work);
+        const uint32_t key = item_first_key(work.item) + tile * TILE + 16 * at.warp + at.g;
+        unsigned char *to = logits_of<S>(work) + key * static_cast<size_t>(bytes) + 8 * at.t;
+#pragma unroll
+        for (int j = 0; j < S::COLUMNS; j++) {
+            if (32 * j >= bytes)
+                break;
+            __stcg(reinterpret_cast<float2 *>(to + 32 * j), make_float2(z[j][0], z[j][1]));
+            __stcg(reinterpret_cast<float2 *>(to + 8 * bytes + 32 * j),
+                   make_float2(z[j][2], z[j][3]));
+        }
     }
 
     /* Nothing is in the sums; the query is there, the first keys, too, and others are on their way.
@@ -82,12 +106,18 @@ template <class S> struct group_a {
         const place<S> once(here(at.thread));
         query_rows<S> query;
         query.load(work, once);
-        stream.begin(work, room.rings, tiles, once);
+        if constexpr (S::FETCHED)
+            stream.open(room.rings);
+        else
+            stream.begin(work, room.rings, tiles, once);
         state.clear();
         clear_rows(room, once);
         query.store(shared_address(room.query), once);
-        stream.template wait<2 * (S::A_KEYS - 1)>();
-        group_barrier(barrier);
+        if constexpr (S::FETCHED)
+            fence_async_proxy();
+        else
+            stream.template wait<2 * (S::A_KEYS - 1)>();
+        meet<S>(barrier);
     }
 
     /* Four chains, not one that waits for itself. */

@@ -13,7 +13,7 @@ namespace dkv_stream_16bit
 {
 
 /* The unit's last tiles first, which L2 still has of pass A. */
-template <class S> using streams_b = tile_streams<S, S::B_KEYS, S::B_VALUES, 0, true>;
+template <class S> using streams_b = tile_streams<S, S::B_KEYS, S::B_VALUES, S::B_ORDER, true>;
 
 /* What a group has in shared memory. */
 template <class S> struct __align__(1024) room_b
@@ -26,14 +26,15 @@ template <class S> struct __align__(1024) room_b
     job work;
 };
 
-template <class S> struct group_b : group_terms<S, room_b<S>> {
-    using terms = group_terms<S, room_b<S>>;
+template <class S, class room_type = room_b<S>> struct group_b : group_terms<S, room_type> {
+    using terms = group_terms<S, room_type>;
     using terms::COLUMNS, terms::at, terms::barrier, terms::room;
 
+    int side; /* the group's number, where several have the same tiles */
     streams_b<S> stream;
 
-    __device__ __forceinline__ group_b(room_b<S> &in, int group, int thread)
-        : terms(in, group, thread)
+    __device__ __forceinline__ group_b(room_type &in, int group, int thread)
+        : terms(in, group, thread), side(group)
     {
         stream.policy = policy_evict_first();
     }
@@ -53,15 +54,20 @@ template <class S> struct group_b : group_terms<S, room_b<S>> {
         float square[2];
 #pragma unroll 1
         for (int tile = 0; tile < tiles; tile++, first_key -= TILE) {
-            stream.wait();
-            group_barrier(barrier);
+            if constexpr (!S::FETCHED)
+                stream.wait();
+            meet<S>(barrier);
             const uint32_t v_tile = stream.values();
             start_row_product<S, 1>(z, stream.keys(), shared_address(room.query), 0);
             start_row_product<S, 2>(dot, v_tile, shared_address(room.a), S::OPERAND_BYTES);
-            stream.copy(work, at);
-            sum_squares<S>(v_tile, at, square);
+            if constexpr (!S::FETCHED) {
+                stream.copy(work, at);
+                sum_squares<S>(v_tile, at, square);
+            }
             warpgroup_wait<1>();
             hold(z);
+            if constexpr (S::FETCHED)
+                arrive_at<BARRIER_LOGITS, S::THREADS>();
             if (!logits.plain)
                 rule.apply<COLUMNS, 4>(z);
             if (first_key + TILE > rule.open_keys)
@@ -71,9 +77,41 @@ template <class S> struct group_b : group_terms<S, room_b<S>> {
             this->make_weights(z, logits.factor);
             warpgroup_wait<0>();
             hold(dot);
+            if constexpr (S::FETCHED) {
+                meet_at<BARRIER_SQUARES, S::THREADS>();
+                square[0] = room.squares[16 * at.warp + at.g];
+                square[1] = room.squares[16 * at.warp + at.g + 8];
+            }
             this->add_terms(work, v_tile, square, z, dot, sum);
-            sink.store(sum, first_key + 16 * at.warp + at.g, at.t);
+            if constexpr (S::SIDES > 1)
+                store_together(sink, sum, first_key);
+            else
+                sink.store(sum, first_key + 16 * at.warp + at.g, at.t);
             stream.advance();
+        }
+    }
+
+    /* Two sides' sums of a tile: the second leaves its own, the first adds them to its. The next
+     * step's meeting is before the second's next ones. */
+    __device__ __forceinline__ void store_together(const score_sink &sink, float (&sum)[2],
+                                                   int first_key) const
+    {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
+            sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
+        }
+        const float mine = at.t == 0 ? sum[0] : sum[1]; /* of two lanes of four */
+        const int key = 16 * at.warp + at.g + 8 * at.t;
+        constexpr int OF_SIDES = S::SIDES * GROUP_THREADS;
+        if (side != 0) {
+            if (at.t < 2)
+                room.others[key] = mine;
+            arrive_at<BARRIER_SUMS, OF_SIDES>();
+        } else {
+            meet_at<BARRIER_SUMS, OF_SIDES>();
+            if (at.t < 2)
+                sink.put(mine + room.others[key], first_key + key);
         }
     }
 
@@ -83,11 +121,14 @@ template <class S> struct group_b : group_terms<S, room_b<S>> {
         const place<S> once(here(at.thread));
         query_rows<S> query;
         query.load(work, once);
-        stream.begin(work, room.rings, tiles, once);
+        if constexpr (S::FETCHED)
+            stream.open(room.rings);
+        else
+            stream.begin(work, room.rings, tiles, once);
         query.store(shared_address(room.query), once);
         if (waits)
             griddepcontrol_wait();
-        this->load_rows(work, once);
+        this->template load_rows<S::FETCHED>(work, once);
     }
 };
 

@@ -6,17 +6,24 @@
 #ifndef DKV_KERNELS_CUDA_STREAM_16BIT_SHAPE_CUH
 #define DKV_KERNELS_CUDA_STREAM_16BIT_SHAPE_CUH
 
+#include "kernels/cuda/stream_16bit_meeting.cuh"
 #include "kernels/cuda/stream_fp8_shape.cuh"
 
 namespace dkv_stream_16bit
 {
 
 using namespace dkv_fast;
-using dkv_stream_fp8::partials_of;
 using dkv_stream_fp8::stream_args;
 using dkv_stream_fp8::take_item;
 using dkv_stream_fp8::thread_in_group;
 using dkv_stream_fp8::tiles_of;
+
+/* Which keys a step waits for, beside its values, and whose place it fills: */
+enum keys_order {
+    KEYS_LATE,  /* its own; of the step before, as it does with values */
+    KEYS_EARLY, /* its own; its own, which then nobody may read any more */
+    KEYS_AHEAD, /* the next step's; its own */
+};
 
 template <class element, int head_dim, int rows_per_thread> struct shape {
     using type = element;
@@ -40,14 +47,42 @@ template <class element, int head_dim, int rows_per_thread> struct shape {
     /* A weight is the sum of so many elements: with 64 rows there are no registers for two. */
     static constexpr int PARTS = R == 1 ? 2 : 1;
 
-    static constexpr int GROUPS = 2;
+    static constexpr int GROUPS = 2;       /* that have an item each */
+    static constexpr int SIDES = 1;        /* groups that share an item's tiles */
+    static constexpr bool FETCHED = false; /* tiles, by a group of its own */
+    static constexpr bool KEEPS = false;   /* logits, for pass B: see stream_16bit_kept.cuh */
     static constexpr int THREADS = GROUPS * GROUP_THREADS;
     /* Tiles of a group, on their way and being read. */
     static constexpr int A_KEYS = (R == 1 ? 3 : 2) * 128 / head_dim;
     static constexpr int A_VALUES = 2 * 128 / head_dim;
     static constexpr int B_KEYS = (R == 1 ? 3 : 2) * 128 / head_dim;
     static constexpr int B_VALUES = 2 * 128 / head_dim;
+    static constexpr keys_order B_ORDER = KEYS_LATE;
 };
+
+/* Bytes of a key's logits, where they are kept: float32 of all rows, in eights. */
+__device__ __forceinline__ uint32_t logit_bytes(const job &work)
+{
+    return (work.block.group * work.block.window + 7) / 8 * 32;
+}
+
+/* A unit's scratch: the merged rows of all row groups; logits of all tiles, if they are kept, for
+ * which a unit has one row group; partials. */
+template <class S> __device__ __forceinline__ unsigned char *logits_of(const job &work)
+{
+    constexpr uint32_t ROWS = S::SIDES * S::ROWS;
+    const uint32_t rows = work.block.group * work.block.window;
+    const uint32_t groups = (rows + ROWS - 1) / ROWS * S::SIDES;
+    return work.unit.work + groups * sizeof(merged<S>);
+}
+
+/* Those of one row group. */
+template <class S> __device__ __forceinline__ unsigned char *partials_of(const job &work)
+{
+    const size_t keys = S::KEEPS ? tiles_of(work.block.n_valid) * TILE : 0;
+    return logits_of<S>(work) + keys * logit_bytes(work) +
+           static_cast<size_t>(work.item.row_group) * work.item.chunks * S::PARTIAL_BYTES;
+}
 
 /* ---- tiles ---- */
 
@@ -142,13 +177,14 @@ template <class S, int k_size, int v_size> struct tile_rings {
 };
 
 /* A group's copies into its rings. A step waits for its tiles, and begins to copy one of each, or
- * nothing after the last, so that the number of copies under way says which are there. `ahead` 1:
- * a step's keys are there since the step before. `backwards`: the item's last tile comes first.
+ * nothing after the last, so that the number of copies under way says which are there. `backwards`:
+ * the item's last tile comes first.
  */
-template <class S, int k_size, int v_size, int ahead, bool backwards> struct tile_streams {
-    /* Copies begun later than those that a step needs: keys', with the values' after them; or those
-     * after the values'. */
-    static constexpr int KEYS_PENDING = 2 * (k_size - 2);
+template <class S, int k_size, int v_size, keys_order order, bool backwards> struct tile_streams {
+    static constexpr int ahead = order == KEYS_LATE ? 0 : 1;
+    /* Copies begun later than those that a step needs, if it has begun none itself: keys', with the
+     * values' after them; or those after the values'. */
+    static constexpr int KEYS_PENDING = 2 * (k_size - (order == KEYS_EARLY ? 1 : 2));
     static constexpr int VALUES_PENDING = 2 * (v_size - 2) + 1;
     static constexpr int PENDING = KEYS_PENDING < VALUES_PENDING ? KEYS_PENDING : VALUES_PENDING;
 
@@ -172,6 +208,13 @@ template <class S, int k_size, int v_size, int ahead, bool backwards> struct til
     __device__ __forceinline__ uint32_t values(void) const
     {
         return base + k_size * S::TILE_BYTES + v_read.offset;
+    }
+
+    /* Of who reads what others fetch. */
+    __device__ __forceinline__ void open(rings &in)
+    {
+        base = shared_address(in.keys);
+        k_read.offset = v_read.offset = 0;
     }
 
     __device__ __forceinline__ void begin(const job &work, rings &in, int count, const place<S> &at)
@@ -227,14 +270,22 @@ template <class S, int k_size, int v_size, int ahead, bool backwards> struct til
         v.template advance<v_size>();
     }
 
-    /* Values of the step before are read no more, and keys of this one (of the one before, if they
-     * are not ahead). */
-    __device__ __forceinline__ void copy(const job &work, const place<S> &at)
+    /* Values of the step before are read no more. */
+    __device__ __forceinline__ void next_values(const job &work, const place<S> &at)
     {
         copy_values(work, at);
         copies_commit();
+    }
+    /* Nor are keys of this one (KEYS_LATE: of the one before). After the values'. */
+    __device__ __forceinline__ void next_keys(const job &work, const place<S> &at)
+    {
         copy_keys(work, at);
         copies_commit();
+    }
+    __device__ __forceinline__ void copy(const job &work, const place<S> &at)
+    {
+        next_values(work, at);
+        next_keys(work, at);
     }
 
     __device__ __forceinline__ void advance(void)

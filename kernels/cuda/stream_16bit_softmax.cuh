@@ -11,7 +11,7 @@
 namespace dkv_stream_16bit
 {
 
-template <class S> using streams_a = tile_streams<S, S::A_KEYS, S::A_VALUES, 1, false>;
+template <class S> using streams_a = tile_streams<S, S::A_KEYS, S::A_VALUES, KEYS_AHEAD, false>;
 
 /* What a group has in shared memory. */
 template <class S> struct __align__(1024) room_a
@@ -93,9 +93,9 @@ template <class S> struct sums : group_sums<S> {
 
 /* Makes a tile's weights as operand of the value product, in the place of odd tiles or in the other
  * one; whether some are too large. */
-template <class S>
+template <class S, class room_type>
 __device__ __forceinline__ bool make_weights(const float (&z)[S::COLUMNS][4], float factor,
-                                             const row_shifts<S> &shifts, const room_a<S> &room,
+                                             const row_shifts<S> &shifts, const room_type &room,
                                              int odd, const place<S> &at, tile_sums<S> &sum)
 {
     using type = typename S::type;
@@ -140,8 +140,8 @@ __device__ __forceinline__ bool make_weights(const float (&z)[S::COLUMNS][4], fl
 /* ---- raising bases ---- */
 
 /* As in stream_fp8_softmax.cuh. */
-template <class S>
-__device__ __forceinline__ void raise_bases(room_a<S> &room, sums<S> &state,
+template <class S, class room_type>
+__device__ __forceinline__ void raise_bases(room_type &room, sums<S> &state,
                                             float (&z)[S::COLUMNS][4], float factor,
                                             const place<S> &at, int barrier, int tile_key)
 {
@@ -186,8 +186,8 @@ __device__ __forceinline__ void raise_bases(room_a<S> &room, sums<S> &state,
 /* ---- a chunk's end ---- */
 
 /* Starts copying the top keys' values to [ROWS] in the rings, which nobody reads any more. */
-template <class S>
-__device__ __forceinline__ void copy_tops(const room_a<S> &room, const place<S> &at)
+template <class S, class room_type>
+__device__ __forceinline__ void copy_tops(const room_type &room, uint32_t to, const place<S> &at)
 {
     using copies = warp_copies<S>;
     const job &work = room.work;
@@ -199,7 +199,7 @@ __device__ __forceinline__ void copy_tops(const room_a<S> &room, const place<S> 
                                             : dkv_cu_row(work.block.v, work.unit.v,
                                                          work.block.valid_from + key,
                                                          &work.unit.report->bad_v_entry);
-        copy_16(shared_address(room.rings.keys) + row * S::ROW_BYTES + 16 * copies::column(at),
+        copy_16(to + row * S::ROW_BYTES + 16 * copies::column(at),
                 (from ? from : work.unit.v) + 16 * copies::column(at), from != nullptr,
                 policy_normal());
     }
@@ -207,12 +207,14 @@ __device__ __forceinline__ void copy_tops(const room_a<S> &room, const place<S> 
 }
 
 /* Stores the chunk's partial, by the group. */
-template <class S>
-__device__ __forceinline__ void store_partial(sums<S> &state, room_a<S> &room, const place<S> &at,
-                                              int barrier, unsigned char *partial)
+template <class S, class room_type>
+__device__ __forceinline__ void store_partial(sums<S> &state, room_type &room, const place<S> &at,
+                                              int side, int barrier, unsigned char *partial)
 {
-    group_barrier(barrier); /* nobody reads weights and tiles any more */
-    copy_tops(room, at);
+    meet<S>(barrier); /* nobody reads weights and tiles any more */
+    const uint32_t tops = shared_address(room.rings.keys) +
+                          (S::SIDES > 1 ? side * S::OPERAND_BYTES : 0);
+    copy_tops(room, tops, at);
     share_sums(room, state, at);
     group_barrier(barrier);
     close_row(room, row_share<S>(at.thread), partial);
@@ -226,7 +228,7 @@ __device__ __forceinline__ void store_partial(sums<S> &state, room_a<S> &room, c
         for (int e = 0; e < 2; e++) {
             const int row = 8 * j + 2 * at.t + e;
             value_part<S> value;
-            value.load(shared_address(room.rings.keys) + row * S::ROW_BYTES, at);
+            value.load(tops + row * S::ROW_BYTES, at);
             state.rescale_output(j, e, room.factor[row], room.joins[row], value);
 #pragma unroll
             for (int m = 0; m < S::DIM / 64; m++)

@@ -33,6 +33,7 @@ struct variant {
     uint32_t step;          /* keys of a tile of pass B */
     uint32_t slices;        /* that are merged for each chunk */
     uint32_t key_bytes;     /* of scratch for each key */
+    uint32_t logit_bytes;   /* of scratch for each key and eight rows */
     const void *a;
     const void *merge;
     const void *b;
@@ -121,7 +122,8 @@ template <class family> struct host {
     static size_t kept_bytes(const struct dkv_cu_block *block, const variant &v)
     {
         return row_groups(block, v) * v.merged_bytes +
-               static_cast<size_t>(ceil_div(block->n_valid, v.step)) * v.step * v.key_bytes;
+               static_cast<size_t>(ceil_div(block->n_valid, v.step)) * v.step *
+                   (v.key_bytes + ceil_div(rows_of(block), 8) * v.logit_bytes);
     }
 
     /* Partials follow it. */

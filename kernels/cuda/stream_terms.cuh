@@ -33,13 +33,17 @@ template <class S, class room_type> struct group_terms {
         return reinterpret_cast<const merged<S> *>(work.unit.work)[work.item.row_group];
     }
 
-    /* Brings what the merge has made of the rows. */
+    /* Brings what the merge has made of the rows. `async`: no copies are under way, so that the
+     * operands come as such. */
+    template <bool async = false>
     __device__ __forceinline__ void load_rows(const job &work, const place<S> &at)
     {
         constexpr int BLOCK_BYTES = BLOCK_ROWS * S::ROW_BYTES;
         const merged<S> &from = merged_rows(work);
+        if constexpr (async)
+            copy_operands(from, at);
 #pragma unroll
-        for (int block = 0; block < S::R; block++)
+        for (int block = 0; block < (async ? 0 : S::R); block++)
 #pragma unroll
             for (int part = 0; part < 2; part++)
 #pragma unroll 4
@@ -60,6 +64,8 @@ template <class S, class room_type> struct group_terms {
 #pragma unroll
         for (int i = 0; i < S::R; i++)
             top[i] = __ldcg(&from.top[32 * i + at.lane]);
+        if constexpr (async)
+            asm volatile("cp.async.wait_all;" ::: "memory");
         fence_async_proxy();
         group_barrier(barrier);
         largest_norm = 0.0f;
@@ -69,6 +75,20 @@ template <class S, class room_type> struct group_terms {
                                  reinterpret_cast<const float *>(room.norm)[32 * i + at.lane]);
         for (int lanes = 16; lanes > 0; lanes /= 2)
             largest_norm = fmaxf(largest_norm, __shfl_xor_sync(~0u, largest_norm, lanes));
+    }
+
+    /* All loads are under way at once. Of 32 rows. */
+    __device__ __forceinline__ void copy_operands(const merged<S> &from, const place<S> &at)
+    {
+        static_assert(S::R == 1, "hi and lo follow each other");
+        /* By a shuffle: see warp_copies in stream_16bit_shape.cuh. */
+        const uint32_t to = __shfl_sync(~0u, shared_address(room.a[0]) + 16 * at.thread, at.lane);
+        const unsigned char *source = from.a[0] + 16 * at.thread;
+        const uint64_t policy = policy_normal();
+#pragma unroll
+        for (int offset = 0; offset < 2 * S::OPERAND_BYTES; offset += 16 * GROUP_THREADS)
+            copy_16(to + offset, source + offset, true, policy);
+        copies_commit();
     }
 
     /* Logits become (p / (1 - p))^2, with the range factor: 1 / (1 / p - 1) is what takes least. */

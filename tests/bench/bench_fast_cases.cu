@@ -6,6 +6,7 @@
 
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream;
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream_16bit_any;
+extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream_256;
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream_fp8;
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_fast;
 
@@ -34,6 +35,18 @@ const shape_case cases[] = {
     {"page 1 64K", 65536, 32, 8, 8, 128, 1, DKV_BF16, PAGE1, FLAT, 0, false, true},
     {"fp16 64K", 65536, 32, 8, 8, 128, 1, DKV_FP16, DENSE, FLAT, 0, false, true},
     {"dim 64 128K", 131072, 14, 2, 8, 64, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"256 gemma 32K", 32768, 16, 8, 8, 256, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"256 gemma 128K", 131072, 16, 8, 8, 256, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"256 gemma 4K", 4096, 16, 8, 8, 256, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"256 16 x gemma 4K", 4096, 16, 8, 8, 256, 16, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"256 64 x gemma 1K", 1024, 16, 8, 8, 256, 64, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"256 page 16 32K", 32768, 16, 8, 8, 256, 1, DKV_BF16, PAGE16, FLAT, 0, false, true},
+    {"256 32 rows 32K", 32768, 32, 8, 8, 256, 1, DKV_FP16, DENSE, FLAT, 0, false, true},
+    {"256 32 rows 128K", 131072, 32, 8, 8, 256, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"256 64 rows 32K", 32768, 64, 8, 8, 256, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"256 qwen next 128K", 131072, 16, 2, 8, 256, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
+    {"256 window 32 32K", 32768, 16, 8, 32, 256, 1, DKV_BF16, PAGE16, FLAT, 0, false, true},
+    {"256 128 rows 32K", 32768, 32, 8, 32, 256, 1, DKV_BF16, DENSE, FLAT, 0, false, true},
     {"fp8 128K", 131072, 32, 8, 8, 128, 1, DKV_F8_E4M3, DENSE, FLAT, 0, false, true},
     {"fp8 64K", 65536, 32, 8, 8, 128, 1, DKV_F8_E4M3, DENSE, FLAT, 0, false, true},
     {"fp8 32 x 4K", 4096, 32, 8, 8, 128, 32, DKV_F8_E4M3, DENSE, FLAT, 0, false, true},
@@ -77,6 +90,32 @@ const shape_case cases[] = {
     {"window 32 4 heads", 20011, 16, 4, 32, 128, 1, DKV_BF16, DENSE, PEAKED, 0, false, false},
     {"window 32 8 a head", 20011, 32, 4, 32, 128, 1, DKV_FP16, PAGE16, FLAT, 0, false, false},
     {"window 60 300 rows", 9000, 10, 2, 60, 128, 2, DKV_BF16, DENSE, PEAKED, 0, false, false},
+    {"256 peaked", 5000, 16, 8, 8, 256, 2, DKV_BF16, DENSE, PEAKED, 0, false, false},
+    {"256 peaked fp16", 5000, 32, 8, 8, 256, 2, DKV_FP16, DENSE, PEAKED, 0, false, false},
+    {"256 offset", 4097, 32, 8, 8, 256, 1, DKV_BF16, DENSE, OFFSET, 0, false, false},
+    {"256 sink", 4096, 16, 8, 8, 256, 1, DKV_BF16, DENSE, SINK, 0, false, false},
+    {"256 sink fp16", 70001, 32, 8, 8, 256, 1, DKV_FP16, DENSE, SINK, 0, false, false},
+    {"256 same values", 2000, 32, 8, 8, 256, 1, DKV_BF16, DENSE, SAME_VALUES, 0, false, false},
+    {"256 softcap, sinks", 3000, 16, 8, 8, 256, 1, DKV_BF16, DENSE, PEAKED, 5.0f, true, false},
+    {"256 page 1", 3333, 16, 8, 8, 256, 2, DKV_FP16, PAGE1, PEAKED, 0, false, false},
+    {"256 n 9", 9, 16, 8, 8, 256, 3, DKV_BF16, DENSE, FLAT, 0, false, false},
+    {"256 n 8", 8, 32, 8, 8, 256, 3, DKV_BF16, DENSE, FLAT, 0, true, false},
+    {"256 n 65", 65, 8, 8, 8, 256, 3, DKV_BF16, DENSE, PEAKED, 0, false, false},
+    {"256 n 513", 513, 28, 7, 8, 256, 3, DKV_BF16, PAGE16, PEAKED, 0, false, false},
+    {"256 64 peaked", 5000, 64, 8, 8, 256, 2, DKV_BF16, DENSE, PEAKED, 0, false, false},
+    {"256 64 peaked fp16", 5000, 16, 2, 8, 256, 2, DKV_FP16, PAGE16, PEAKED, 0, false, false},
+    {"256 64 offset", 4097, 16, 8, 32, 256, 1, DKV_BF16, DENSE, OFFSET, 0, false, false},
+    {"256 56 sink", 9000, 28, 4, 8, 256, 1, DKV_BF16, DENSE, SINK, 0, false, false},
+    {"256 64 sink fp16", 70001, 16, 2, 8, 256, 1, DKV_FP16, DENSE, SINK, 0, false, false},
+    {"256 64 same", 2000, 64, 8, 8, 256, 1, DKV_BF16, DENSE, SAME_VALUES, 0, false, false},
+    {"256 64 capped", 3000, 16, 8, 32, 256, 1, DKV_BF16, PAGE16, PEAKED, 5.0f, true, false},
+    {"256 64 n 9", 9, 64, 8, 8, 256, 3, DKV_BF16, DENSE, PEAKED, 0, false, false},
+    {"256 64 n 8", 8, 16, 2, 8, 256, 3, DKV_FP16, DENSE, FLAT, 0, true, false},
+    {"256 64 n 65", 65, 16, 2, 8, 256, 3, DKV_BF16, DENSE, PEAKED, 0, false, false},
+    {"256 64 n 513", 513, 40, 5, 8, 256, 3, DKV_BF16, PAGE1, PEAKED, 0, false, false},
+    {"256 33 rows", 1999, 11, 1, 3, 256, 5, DKV_BF16, DENSE, PEAKED, 0, false, false},
+    {"256 100 rows", 3333, 10, 2, 20, 256, 2, DKV_FP16, PAGE16, PEAKED, 0, false, false},
+    {"256 300 rows", 9000, 10, 2, 60, 256, 2, DKV_BF16, DENSE, PEAKED, 0, false, false},
     {"e5m2 peaked", 5000, 32, 8, 8, 128, 2, DKV_F8_E5M2, DENSE, PEAKED, 0, false, false},
     {"fp8 sink", 3000, 32, 8, 8, 128, 1, DKV_F8_E4M3, PAGE1, SINK, 0, false, false},
     {"fp8 same values", 2000, 28, 4, 8, 128, 1, DKV_F8_E4M3, DENSE, SAME_VALUES, 0, false, false},
@@ -177,9 +216,9 @@ __global__ void plant_sink(const dkv_cu_block *blocks, const dkv_cu_unit *units,
                   block.k.dtype);
 }
 
-const struct dkv_cu_scorer *const scorers[] = {&dkv_cu_scorer_stream, &dkv_cu_scorer_fast,
-                                               &dkv_cu_scorer_stream_16bit_any,
-                                               &dkv_cu_scorer_stream_fp8};
+const struct dkv_cu_scorer *const scorers[] = {
+    &dkv_cu_scorer_stream, &dkv_cu_scorer_fast, &dkv_cu_scorer_stream_16bit_any,
+    &dkv_cu_scorer_stream_256, &dkv_cu_scorer_stream_fp8};
 
 cudaError_t prepare_scorers(const struct dkv_cu_device *device)
 {
@@ -350,9 +389,11 @@ void make_batch(const shape_case &c, const struct dkv_cu_device *device,
     b->extra_host.resize(scorer->extra_bytes(device, &b->wave, 0, b->wave.n_units));
     b->extra = b->alloc<unsigned char>(b->extra_host.size());
     scorer->fill(device, &b->wave, 0, b->wave.n_units, b->extra_host.data());
+    /* In float64 1 - p has no digits left where a sink is larger than that. */
+    const float sink = (c.dim > 128 ? 7.0f : 10.0f) / c.window;
     if (c.pattern == SINK)
         plant_sink<<<b->wave.n_units, c.dim>>>(b->wave.blocks, b->wave.units, c.n > 1 ? 1 : 0,
-                                               10.0f / c.window);
+                                               sink);
     CHECK(cudaDeviceSynchronize());
 }
 

@@ -127,7 +127,7 @@ for test in budgets extremes golden layouts metamorphic nasty same_bits; do
     run "test_$test" "$dir/bin/test_$test" cuda:0
 done
 # Each scorer that uses the tensor cores against float64 on the device.
-for scorer in fast stream stream-16bit stream-fp8; do
+for scorer in fast stream stream-16bit stream-256 stream-fp8; do
     run "check-$scorer" "$dir/bin/bench_fast" check "" 2 $scorer
 done
 run bench_select "$dir/bin/bench_select" check 200

@@ -24,6 +24,7 @@ extern "C" {
 
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream;
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream_16bit_any;
+extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream_256;
 extern "C" const struct dkv_cu_scorer dkv_cu_scorer_stream_fp8;
 
 namespace
@@ -36,15 +37,17 @@ using dkv_stream_lists::launch_list;
 struct family {
     const struct dkv_cu_scorer *scorer;
     std::vector<uint32_t> dtypes;
+    std::vector<uint32_t> dims;
     uint32_t rows_min, rows_max; /* of a block */
     uint32_t rows[2];            /* of a row group: of blocks that fit into the first, of others */
     uint32_t step;               /* keys of a tile of pass B */
 };
 
 const family families[] = {
-    {&dkv_cu_scorer_stream, {DKV_BF16, DKV_FP16}, 65, 512, {128, 128}, 128},
-    {&dkv_cu_scorer_stream_16bit_any, {DKV_BF16, DKV_FP16}, 1, 64, {32, 64}, 64},
-    {&dkv_cu_scorer_stream_fp8, {DKV_F8_E4M3, DKV_F8_E5M2}, 1, 512, {32, 64}, 64},
+    {&dkv_cu_scorer_stream, {DKV_BF16, DKV_FP16}, {64, 128}, 65, 512, {128, 128}, 128},
+    {&dkv_cu_scorer_stream_16bit_any, {DKV_BF16, DKV_FP16}, {64, 128}, 1, 64, {32, 64}, 64},
+    {&dkv_cu_scorer_stream_256, {DKV_BF16, DKV_FP16}, {256}, 1, 512, {32, 64}, 64},
+    {&dkv_cu_scorer_stream_fp8, {DKV_F8_E4M3, DKV_F8_E5M2}, {64, 128}, 1, 512, {32, 64}, 64},
 };
 
 uint32_t rows_of(const dkv_cu_block &block)
@@ -75,7 +78,7 @@ dkv_cu_block random_block(const family &f, struct dkv_random *random)
         block.group = f.rows_max / block.window;
     while (rows_of(block) < f.rows_min)
         block.group++;
-    block.head_dim = block.v_dim = dkv_random_once_in(random, 2) ? 128 : 64;
+    block.head_dim = block.v_dim = f.dims[dkv_random_range(random, 0, f.dims.size() - 1)];
     block.k.dtype = f.dtypes[dkv_random_range(random, 0, f.dtypes.size() - 1)];
     block.v.dtype = f.dtypes[dkv_random_range(random, 0, f.dtypes.size() - 1)];
     if (!dkv_cu_is_fp8(block.k.dtype))
