@@ -41,7 +41,7 @@ static const char *pick(struct dkv_random *random, const char *const *words, uin
 
 static struct dkv_shape random_shape(struct dkv_random *random)
 {
-    static const uint32_t dims[] = {64, 128, 128, 128, 256, 80, 96, 112, 192, 8, 24, 512};
+    static const uint32_t dims[] = {64, 128, 128, 128, 256, 80, 96, 112, 192, 8, 256, 512};
     static const enum dkv_dtype types[] = {DKV_BF16, DKV_BF16,    DKV_FP16,
                                            DKV_FP32, DKV_F8_E4M3, DKV_F8_E5M2};
     const enum dkv_dtype kv = types[dkv_random_range(random, 0, 5)];

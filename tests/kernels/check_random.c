@@ -53,6 +53,11 @@ static struct dkv_shape pick_shape(struct dkv_random *random, uint32_t *group, u
     shape.kv_heads = (uint32_t)dkv_random_range(random, 1, 3);
     shape.head_dim = pick_dim(random);
     shape.v_dim = dkv_random_once_in(random, 4) ? pick_dim(random) : 0;
+    const bool for_models = dkv_random_once_in(random, 3); /* whose kernels are for 16 bits */
+    if (for_models) {
+        shape.head_dim = 64u << dkv_random_range(random, 0, 2);
+        shape.v_dim = 0;
+    }
     shape.n_tokens = pick_length(random);
     while (*group * *window * shape.kv_heads * shape.n_tokens * shape.head_dim > WORK_MAX) {
         if (shape.kv_heads > 1)
@@ -68,6 +73,8 @@ static struct dkv_shape pick_shape(struct dkv_random *random, uint32_t *group, u
     shape.q_rows = dkv_random_range(random, *window > 3 ? *window - 2 : 1, *window + 9);
     shape.q_dtype = pick_dtype(random);
     shape.kv_dtype = dkv_random_once_in(random, 3) ? pick_dtype(random) : shape.q_dtype;
+    if (for_models)
+        shape.q_dtype = shape.kv_dtype = dkv_random_once_in(random, 3) ? DKV_FP16 : DKV_BF16;
     return shape;
 }
 

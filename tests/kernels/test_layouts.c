@@ -20,7 +20,8 @@
 
 #include <cmocka.h>
 
-enum { N_TOKENS = 75, H = 4, Q_HEADS = 8, D = 64, ROWS = 11, WINDOW = 8, MAX_BLOCKS = 200 };
+enum { N_TOKENS = 75, H = 4, Q_HEADS = 8, ROWS = 11, WINDOW = 8, MAX_BLOCKS = 200 };
+static uint32_t head_dim; /* 64, then 256 */
 
 struct layout {
     const char *name;
@@ -82,8 +83,8 @@ static struct strides strides_of(const struct layout *l, uint64_t element_bytes)
     uint64_t inner = element_bytes;
     for (size_t i = strlen(l->axes); i-- > 0;) {
         switch (l->axes[i]) {
-        case 'C': inner *= D; break;
-        case 'P': inner *= 2 * D; break;
+        case 'C': inner *= head_dim; break;
+        case 'P': inner *= 2 * head_dim; break;
         case 'N': s.token = inner, inner *= l->page; break;
         case 'H': s.head = inner, inner *= H; break;
         case 'S': s.side = inner, inner *= l->sides; break;
@@ -106,7 +107,7 @@ static uint64_t base_of(const struct layout *l, const struct strides *s, enum dk
     const bool packed = strchr(l->axes, 'P') != NULL;
     const uint64_t on_side = side == DKV_KEY ? l->k_at : l->v_at;
     return l->layers / 2 * s->layer + on_side * s->side +
-           (packed && side == DKV_VALUE ? D * element_bytes : 0);
+           (packed && side == DKV_VALUE ? head_dim * element_bytes : 0);
 }
 
 /* ---- the dense block and the same in another memory ---- */
@@ -116,7 +117,7 @@ static void make_dense(struct dkv_case *c, enum dkv_dtype dtype, uint64_t valid_
     struct dkv_random random = {7};
     dkv_case_init(c, (struct dkv_shape){.q_heads = Q_HEADS,
                                         .kv_heads = H,
-                                        .head_dim = D,
+                                        .head_dim = head_dim,
                                         .q_rows = ROWS,
                                         .n_tokens = N_TOKENS,
                                         .q_dtype = dtype});
@@ -155,7 +156,7 @@ static void set_entry(struct placed *p, int table, size_t i, unsigned entry_byte
 /* Queries as [rows][heads][dim], rows before the window not a number. */
 static void place_queries(struct placed *p, const struct dkv_case *dense)
 {
-    const uint64_t row_bytes = D * dkv_dtype_bytes(dense->block.query.dtype);
+    const uint64_t row_bytes = head_dim * dkv_dtype_bytes(dense->block.query.dtype);
     struct dkv_view *view = &p->c.block.query;
     p->queries = malloc(ROWS * Q_HEADS * row_bytes);
     assert_non_null(p->queries);
@@ -233,7 +234,7 @@ static void place(struct placed *p, const struct layout *l, const struct dkv_cas
             for (uint64_t h = 0; h < H; h++)
                 memcpy(p->pool + base + ids[t / l->page] * s.block + t % l->page * s.token +
                            h * s.head,
-                       dkv_case_at(dense, (enum dkv_side)side, h, t, 0), D * element);
+                       dkv_case_at(dense, (enum dkv_side)side, h, t, 0), head_dim * element);
     }
     if (l->contiguous)
         return;
@@ -308,7 +309,7 @@ static void place_lanes(struct placed *p, const struct dkv_case *dense, int64_t 
 {
     enum { LAYERS = 3, LAYER = 1, PAGE = 16, BLOCKS = 12, ENTRIES = 5 };
     const uint64_t element = dkv_dtype_bytes(dense->block.key.dtype);
-    const uint64_t token = D * element, head = PAGE * token, unit = H * head;
+    const uint64_t token = head_dim * element, head = PAGE * token, unit = H * head;
     uint32_t ids[MAX_BLOCKS];
     start_placed(p, dense, (uint64_t)BLOCKS * LAYERS * 2 * unit);
     pick_blocks(BLOCKS, ids);
@@ -366,7 +367,7 @@ static void an_entry_of_the_secondary_pool_is_refused(void **state)
 }
 
 /* MLA: a row is latent | rope, K is the whole row, V its first part; one KV head. DeepSeek's 512 +
- * 64 is above the limit of D, so the construction is tried at 256 + 64. */
+ * 64 is above the limit of head_dim, so the construction is tried at 256 + 64. */
 static void a_value_may_alias_the_start_of_its_key(void **state)
 {
     (void)state;
@@ -471,7 +472,10 @@ int main(int argc, char **argv)
         cmocka_unit_test(scales_may_differ_from_head_to_head),
     };
     scorer = dkv_test_engine_open(dkv_test_engine_name(argc, argv), 2);
-    const int failed = cmocka_run_group_tests_name("layouts", tests, NULL, NULL);
+    head_dim = 64;
+    int failed = cmocka_run_group_tests_name("layouts", tests, NULL, NULL);
+    head_dim = 256;
+    failed += cmocka_run_group_tests_name("layouts, head_dim 256", tests, NULL, NULL);
     dkv_test_engine_close(&scorer);
     return failed;
 }

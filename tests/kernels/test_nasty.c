@@ -429,7 +429,9 @@ int main(int argc, char **argv)
     };
     engine_name = dkv_test_engine_name(argc, argv);
     scorer = dkv_test_engine_open(engine_name, 2);
-    const int failed = cmocka_run_group_tests_name("nasty", tests, NULL, NULL);
+    int failed = cmocka_run_group_tests_name("nasty", tests, NULL, NULL);
+    plain_dim = 256;
+    failed += cmocka_run_group_tests_name("nasty, head_dim 256", tests, NULL, NULL);
     dkv_test_engine_close(&scorer);
     return failed;
 }

@@ -13,7 +13,7 @@
 
 #include <cmocka.h>
 
-enum { N_CASES = 7 };
+enum { N_CASES = 9 };
 static const char *engine_name;
 static struct dkv_case cases[N_CASES];
 static struct dkv_case_answer alone[N_CASES];
@@ -22,7 +22,8 @@ static const struct dkv_shape shapes[N_CASES] = {
     {4, 2, 64, 0, 8, 300, DKV_BF16, 0},           {1, 1, 128, 64, 3, 1, DKV_FP32, 0},
     {2, 1, 64, 0, 8, 13001, DKV_FP16, 0},         {12, 3, 80, 0, 32, 777, DKV_FP32, 0},
     {8, 1, 256, 0, 5, 64, DKV_BF16, DKV_F8_E4M3}, {3, 3, 8, 512, 64, 500, DKV_F8_E5M2, 0},
-    {16, 2, 128, 0, 16, 4097, DKV_BF16, 0},
+    {16, 2, 128, 0, 16, 4097, DKV_BF16, 0},       {4, 2, 256, 0, 32, 3001, DKV_FP16, 0},
+    {4, 2, 256, 0, 8, 2100, DKV_BF16, 0},
 };
 
 static int make_cases(void **state)
@@ -114,13 +115,13 @@ static void check_batch(struct dkv_scorer *scorer, const int *order, size_t coun
 static void neighbours_in_a_batch_do_not_show(void **state)
 {
     (void)state;
-    const int forward[] = {0, 1, 2, 3, 4, 5, 6}, backward[] = {6, 5, 4, 3, 2, 1, 0};
-    const int repeated[] = {0, 0, 6, 0, 3, 3, 3, 1, 1, 0, 6, 5, 5, 4, 0, 2, 2};
+    const int forward[] = {0, 1, 2, 3, 4, 5, 6, 7, 8}, backward[] = {8, 7, 6, 5, 4, 3, 2, 1, 0};
+    const int repeated[] = {0, 0, 6, 0, 3, 8, 8, 3, 3, 1, 1, 7, 0, 6, 5, 5, 7, 4, 0, 2, 2, 8};
     for (unsigned threads = 1; threads <= 3; threads++) {
         struct dkv_scorer scorer = dkv_test_engine_open(engine_name, threads);
-        check_batch(&scorer, forward, 7, true);
-        check_batch(&scorer, backward, 7, true);
-        check_batch(&scorer, repeated, 17, true);
+        check_batch(&scorer, forward, 9, true);
+        check_batch(&scorer, backward, 9, true);
+        check_batch(&scorer, repeated, 22, true);
         dkv_test_engine_close(&scorer);
     }
 }
@@ -128,10 +129,10 @@ static void neighbours_in_a_batch_do_not_show(void **state)
 static void whether_scores_are_asked_for_does_not_show(void **state)
 {
     (void)state;
-    const int order[] = {3, 2, 1, 0, 6, 5, 4};
+    const int order[] = {3, 2, 1, 0, 8, 7, 6, 5, 4};
     struct dkv_scorer scorer = dkv_test_engine_open(engine_name, 2);
-    check_batch(&scorer, order, 7, false);
-    check_batch(&scorer, order, 7, true);
+    check_batch(&scorer, order, 9, false);
+    check_batch(&scorer, order, 9, true);
     dkv_test_engine_close(&scorer);
 }
 
