@@ -59,10 +59,11 @@ __device__ float4 mean_of_four(const select_task &t, uint32_t first)
 }
 
 /* stage_scores() for `count` tokens, of such means, which are written to t.scores, too. */
+template <int threads>
 static __device__ __noinline__ void stage_means(const select_task &t, int first, uint32_t count,
                                                 float *to)
 {
-    for (uint32_t at = 4 * threadIdx.x; at < count; at += 4 * blockDim.x) {
+    for (uint32_t at = 4 * threadIdx.x; at < count; at += 4 * threads) {
         const int i = first + static_cast<int>(at);
         const bool inside = i >= 0 && i < static_cast<int>(t.n);
         const float4 four = inside ? mean_of_four(t, i) : float4{0, 0, 0, 0};
@@ -95,13 +96,13 @@ __device__ __forceinline__ plain_range plain_of(const select_task &t, const sele
 
 /* Keys of a chunk's plain fours first .. last-1, of which `window` is where the first one's window
  * starts. */
-template <int kernel>
+template <int threads, int kernel>
 __device__ __forceinline__ void build_plain(const select_task &t, select_state<select_task> &s,
                                             uint32_t first, uint32_t last, const float *window,
                                             unsigned *keys)
 {
 #pragma unroll 1
-    for (uint32_t i = 4 * threadIdx.x; first + i < last; i += 4 * blockDim.x) {
+    for (uint32_t i = 4 * threadIdx.x; first + i < last; i += 4 * threads) {
         const uint4 key = select_plain_keys<kernel>(t, first + i, window + i);
         *reinterpret_cast<uint4 *>(keys + i) = key;
         select_count_four(t, s.histogram, key);
@@ -110,10 +111,11 @@ __device__ __forceinline__ void build_plain(const select_task &t, select_state<s
 
 /* Those of any tokens first .. last-1, which end in whole fours; past the end of the unit they are
  * 0. */
+template <int threads>
 static __device__ __noinline__ void build_any(select_state<select_task> &s, uint32_t first,
                                               uint32_t last, const float *window, unsigned *keys)
 {
-    for (uint32_t i = threadIdx.x; first + i < last; i += blockDim.x) {
+    for (uint32_t i = threadIdx.x; first + i < last; i += threads) {
         const unsigned key = first + i < s.task.n ? select_any_key(s.task, first + i, window + i)
                                                   : 0;
         keys[i] = key;
@@ -122,9 +124,24 @@ static __device__ __noinline__ void build_any(select_state<select_task> &s, uint
     }
 }
 
+/* Decides on the first digit, while scores are on their way to shared memory. */
+__device__ __forceinline__ void place_window(select_task &t, select_state<select_task> &s)
+{
+    const float sampled = select_sampled(t, select_sample_at(t));
+    const select_window window = select_window_of(
+        select_raw_bits(t.average ? sampled * static_cast<float>(t.kernel) : sampled));
+    t.shift = window.shift;
+    t.base = window.base;
+    if (threadIdx.x == 0) {
+        s.task.shift = window.shift;
+        s.task.base = window.base;
+    }
+}
+
 /* Pools the part's tokens, stores their keys and counts their first digits. `stage` holds
  * pool_tokens scores and a window's margins; where it has all raw scores they are left there. */
-__device__ __forceinline__ void build_keys(const select_task &t, select_state<select_task> &s,
+template <int threads>
+__device__ __forceinline__ void build_keys(select_task &t, select_state<select_task> &s,
                                            select_part &p, uint32_t pool_tokens, float *stage)
 {
     const uint32_t half = t.kernel / 2;
@@ -134,38 +151,42 @@ __device__ __forceinline__ void build_keys(const select_task &t, select_state<se
         p.raw = stage + margin;
         p.raw_first = p.begin;
     }
+    uint32_t first = p.begin;
 #pragma unroll 1
-    for (uint32_t first = p.begin; first < p.end; first += pool_tokens) {
+    do {
         const uint32_t last = min((p.end + 3) & ~3u, first + pool_tokens);
         const uint32_t staged = last - first + 2 * margin;
         if (first > p.begin)
-            __syncthreads();
+            select_meet<threads>();
         const int before = static_cast<int>(first) - static_cast<int>(margin);
         if (t.rows)
-            stage_means(s.task, before, staged, stage);
+            stage_means<threads>(s.task, before, staged, stage);
 #pragma unroll 1
-        for (uint32_t i = 4 * threadIdx.x; i < staged && !t.rows; i += 4 * blockDim.x)
+        for (uint32_t i = 4 * threadIdx.x; i < staged && !t.rows; i += 4 * threads)
             stage_scores(t, before + static_cast<int>(i), stage + i);
         __pipeline_commit();
+        if (first == p.begin)
+            place_window(t, s);
         __pipeline_wait_prior(0);
-        __syncthreads();
+        select_meet<threads>();
         const float *window = stage + (margin - half); /* of token `first` */
         unsigned *keys = p.keys + (first - p.begin);
         const uint32_t from = min(max(first, plain.begin), last);
         const uint32_t to = max(from, min(last, plain.end));
         if (t.plain == 11)
-            build_plain<11>(t, s, from, to, window + (from - first), keys + (from - first));
+            build_plain<threads, 11>(t, s, from, to, window + (from - first), keys + (from - first));
         else if (t.plain == 7)
-            build_plain<7>(t, s, from, to, window + (from - first), keys + (from - first));
+            build_plain<threads, 7>(t, s, from, to, window + (from - first), keys + (from - first));
         else if (t.plain == 5)
-            build_plain<5>(t, s, from, to, window + (from - first), keys + (from - first));
+            build_plain<threads, 5>(t, s, from, to, window + (from - first), keys + (from - first));
         else if (t.plain == 1)
-            build_plain<1>(t, s, from, to, window + (from - first), keys + (from - first));
+            build_plain<threads, 1>(t, s, from, to, window + (from - first), keys + (from - first));
         if (from > first)
-            build_any(s, first, from, window, keys);
+            build_any<threads>(s, first, from, window, keys);
         if (to < last)
-            build_any(s, to, last, window + (to - first), keys + (to - first));
-    }
+            build_any<threads>(s, to, last, window + (to - first), keys + (to - first));
+        first += pool_tokens;
+    } while (first < p.end);
 }
 
 /* ---- writing ---- */
@@ -182,11 +203,12 @@ __device__ __forceinline__ unsigned kept_of_four(const select_part &p, uint32_t 
 
 /* What this block has written of the first head, its `count` indices from `first` on, is that of
  * all other heads, too. */
+template <int threads>
 static __device__ __noinline__ void copy_to_heads(const select_task &t, uint32_t first,
                                                   uint32_t count)
 {
-    __syncthreads();
-    for (uint32_t i = first + threadIdx.x; i < min(first + count, t.keep); i += blockDim.x)
+    select_meet<threads>();
+    for (uint32_t i = first + threadIdx.x; i < min(first + count, t.keep); i += threads)
         for (uint32_t h = 1; h < t.heads; h++)
             t.keep_out[h * t.keep + i] = t.keep_out[i];
 }
@@ -211,7 +233,7 @@ __device__ __forceinline__ void write_kept(const select_crew &crew, select_state
     count = __reduce_add_sync(~0u, count);
     if (lane == 0)
         s.warp_counts[warp] = count;
-    __syncthreads();
+    select_meet<threads>();
     const unsigned of_lane = lane < n_warps ? s.warp_counts[lane] : 0;
     unsigned at = __reduce_add_sync(~0u, lane < warp ? of_lane : 0);
     const unsigned ahead = crews && crew.size > 1 ? s.ahead : 0;
@@ -239,33 +261,47 @@ __device__ __forceinline__ void write_kept(const select_crew &crew, select_state
                 *out++ = first_index + static_cast<int32_t>(i) + q;
     }
     if (s.task.heads > 1)
-        copy_to_heads(s.task, ahead, __reduce_add_sync(~0u, of_lane));
+        copy_to_heads<threads>(s.task, ahead, __reduce_add_sync(~0u, of_lane));
 }
 
 /* ---- two stages ---- */
 
+/* What token i is selected by in the second stage. */
+__device__ __forceinline__ float second_score(const select_task &t, float pooled, uint32_t i)
+{
+    return (pooled + 1e-4f) * (t.weight ? t.weight[i] : 1.0f);
+}
+
 /* What the first stage keeps, those that the cut is not before, becomes safe; keys become those of
  * the second stage, and their first digits are counted. */
+template <int threads>
 static __device__ __noinline__ void begin_second_stage(select_state<select_task> &s, select_part p)
 {
-    __syncthreads(); /* if the first stage keeps nothing, its keys may still be counted */
+    const uint32_t at = select_sample_at(s.task);
+    const float sampled = second_score(s.task, select_sampled(s.task, at), at);
+    select_meet<threads>(); /* if the first stage keeps nothing, its keys may still be counted */
     const select_candidate cut = s.cut;
-    for (int i = threadIdx.x; i < select_bins; i += blockDim.x)
+    for (int i = threadIdx.x; i < select_bins; i += threads)
         s.histogram[i] = 0;
-    __syncthreads();
-    for (uint32_t i = p.begin + threadIdx.x; i < p.end; i += blockDim.x) {
+    const select_window window = select_window_of(select_raw_bits(sampled));
+    select_meet<threads>();
+    if (threadIdx.x == 0) {
+        s.task.shift = window.shift;
+        s.task.base = window.base;
+    }
+    select_meet<threads>();
+    for (uint32_t i = p.begin + threadIdx.x; i < p.end; i += threads) {
         const unsigned first = p.keys[i - p.begin];
         bool is_safe = first & 0x80000000u; /* protected */
         const float pooled = __uint_as_float(is_safe ? first & 0x7fffffffu : first - 2);
         is_safe = is_safe || (cut.key != 0 && first > cut.key) ||
                   (first == cut.key && !select_better(cut, select_candidate_of(s.task, first, i)));
-        const unsigned bits = select_raw_bits((pooled + 1e-4f) *
-                                              (s.task.weight ? s.task.weight[i] : 1.0f));
+        const unsigned bits = select_raw_bits(second_score(s.task, pooled, i));
         const unsigned key = is_safe ? 0x80000000u | bits : bits + 2;
         p.keys[i - p.begin] = key;
         atomicAdd(s.histogram + select_window_bin(s.task, key), 1u);
     }
-    __syncthreads();
+    select_meet<threads>();
     if (threadIdx.x == 0) {
         s.cut = {0, 0, 0, select_no_index, {0, 0, 0}};
         s.n_mine = 0;
@@ -322,8 +358,8 @@ __global__ void __launch_bounds__(threads, 1024 / threads)
     if (crews)
         crew_open(crew, s.box);
 #endif
-    __syncthreads();
-    const select_task t = s.task;
+    select_meet<threads>();
+    select_task t = s.task;
     select_part p;
     const uint32_t share = select_share(t.n, crew.log_size);
     p.begin = min(t.n, crew.rank * share);
@@ -337,7 +373,7 @@ __global__ void __launch_bounds__(threads, 1024 / threads)
 #endif
     if (threadIdx.x == 0 && (t.mask || t.scores_out))
         finish_task(s.task); /* seen after the first barrier */
-    build_keys(t, s, p, pool_tokens, stage);
+    build_keys<threads>(t, s, p, pool_tokens, stage);
 #if __CUDA_ARCH__ >= 900
     if (crews)
         crew_meet();
@@ -357,7 +393,7 @@ __global__ void __launch_bounds__(threads, 1024 / threads)
             parity.here ^= 1;
         }
 #endif
-        begin_second_stage(s, p);
+        begin_second_stage<threads>(s, p);
         p.raw = nullptr;
         stages = false;
     }

@@ -182,7 +182,7 @@ __device__ __forceinline__ void write_kept(const select_crew &crew, const select
     count = __reduce_add_sync(~0u, count);
     if (lane == 0)
         s.warp_counts[warp] = count;
-    __syncthreads();
+    select_meet<threads>();
     const unsigned of_lane = lane < n_warps ? s.warp_counts[lane] : 0;
     unsigned at = __reduce_add_sync(~0u, lane < warp ? of_lane : 0);
     at += tokens_before(t, p.begin, crews && crew.size > 1 ? s.ahead : 0);
@@ -249,13 +249,13 @@ __global__ void __launch_bounds__(threads, 2)
     if (crews)
         crew_open(crew, s.box);
 #endif
-    __syncthreads();
+    select_meet<threads>();
 #if __CUDA_ARCH__ >= 900
     cudaGridDependencySynchronize(); /* all above was there before scoring began */
 #endif
     if (threadIdx.x < 32)
         finish_task(s.task);
-    __syncthreads();
+    select_meet<threads>();
     const select_any_task t = s.task;
     const uint32_t all = t.heads * t.row;
     const uint32_t share = select_share(all, crew.log_size);

@@ -23,6 +23,12 @@ constexpr int select_bins = 4 * select_threads;
 constexpr int select_ranked = 128; /* candidates that are ranked against each other */
 constexpr int select_crew_max = 16;
 
+/* A barrier of the threads that select. There may be a warp more, which waits for scores. */
+template <int threads> __device__ __forceinline__ void select_meet()
+{
+    asm volatile("barrier.sync.aligned 1, %0;" ::"n"(threads) : "memory");
+}
+
 struct select_crew {
     uint32_t size;
     uint32_t log_size; /* divisions by size are shifts */
@@ -110,7 +116,7 @@ __device__ inline void select_await(const unsigned long long *full, uint32_t par
     uint32_t done;
     do {
         asm volatile("{\n.reg .pred done;\n"
-                     "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+                     "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
                      "selp.u32 %0, 1, 0, done;\n}"
                      : "=r"(done)
                      : "r"(select_address(full)), "r"(parity)
@@ -177,12 +183,12 @@ __device__ inline void crew_add_histograms(const select_crew &crew, select_mailb
     }
     uint4 *totals = reinterpret_cast<uint4 *>(exchange.totals) + crew.rank * fours;
     uint4 *before = reinterpret_cast<uint4 *>(exchange.before) + crew.rank * fours;
-    __syncthreads(); /* the outbox is no histogram any more */
+    select_meet<select_threads>(); /* the outbox is no histogram any more */
     if (rank == crew.size - 1)
         totals[four] = upto;
     outbox[rank * fours + (four ^ (rank & (fours - 1)))] = {upto.x - own.x, upto.y - own.y,
                                                             upto.z - own.z, upto.w - own.w};
-    __syncthreads();
+    select_meet<select_threads>();
     rank = threadIdx.x >> (select_log_threads - crew.log_size); /* whole warps to each */
     four = threadIdx.x & (fours - 1);
     uint4 *out = outbox + rank * fours + (four ^ (rank & (fours - 1)));
@@ -215,7 +221,7 @@ __device__ inline void crew_share_list(const select_crew &crew, select_mailbox &
 __device__ __noinline__ static void crew_wait_for_all(const select_crew &crew, select_mailbox &box,
                                                       uint32_t parity)
 {
-    __syncthreads();
+    select_meet<select_threads>();
     if (threadIdx.x < crew.size)
         select_send(crew, threadIdx.x, box.here + crew.rank, 1, &box.here_full);
     select_await(&box.here_full, parity);

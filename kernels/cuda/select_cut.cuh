@@ -123,14 +123,14 @@ static __device__ __noinline__ bool select_agrees(const select_state<tokens> &s,
 }
 
 /* Calls use(key, token) for the part's tokens whose keys agree with the cut from bit `below` on. */
-template <class tokens, typename Use>
+template <int threads, class tokens, typename Use>
 __device__ __forceinline__ void select_for_matching(const select_state<tokens> &s,
                                                     const select_part &p, int below, Use use)
 {
     const unsigned want = s.cut.key;
     const unsigned mask = below < 32 ? ~0u << below : 0;
 #pragma unroll 1
-    for (uint32_t i = p.begin + 4 * threadIdx.x; i < p.end; i += 4 * blockDim.x) {
+    for (uint32_t i = p.begin + 4 * threadIdx.x; i < p.end; i += 4 * threads) {
         const unsigned *keys = p.keys + (i - p.begin);
         const uint4 four = *reinterpret_cast<const uint4 *>(keys);
         unsigned matching = (((four.x ^ want) & mask) == 0 && four.x != 0 ? 1 : 0) |
@@ -148,40 +148,40 @@ __device__ __forceinline__ void select_for_matching(const select_state<tokens> &
 
 /* The same for tokens with the cut's key that agree in the numbers behind it. Out of line, as all
  * that is needed where keys tie. */
-template <class tokens, typename Use>
+template <int threads, class tokens, typename Use>
 __device__ __forceinline__ void select_for_ties(const select_state<tokens> &s, const select_part &p,
                                                 int number, int shift, Use use)
 {
-    select_for_matching(s, p, 0, [&](unsigned key, uint32_t i) {
+    select_for_matching<threads>(s, p, 0, [&](unsigned key, uint32_t i) {
         if (select_agrees(s, number, shift, key, i))
             use(key, i);
     });
 }
 
-template <class tokens>
+template <int threads, class tokens>
 static __device__ __noinline__ void select_count_ties(select_state<tokens> &s, select_part p,
                                                       select_digit d)
 {
     const int above = d.shift + d.width;
     const bool whole = above >= (d.number == 1 ? 64 : d.number == 2 ? 31 : 22);
     const unsigned mask = (1u << d.width) - 1;
-    select_for_ties(s, p, d.number, whole ? 64 : above, [&](unsigned key, uint32_t i) {
+    select_for_ties<threads>(s, p, d.number, whole ? 64 : above, [&](unsigned key, uint32_t i) {
         const unsigned long long number = select_number(s.task, d.number, key, i);
         atomicAdd(s.histogram + (static_cast<unsigned>(number >> d.shift) & mask), 1u);
     });
 }
 
 /* Histogram of digit d, not the first, over the part's tokens that share all digits before. */
-template <class tokens>
+template <int threads, class tokens>
 __device__ inline void select_count(select_state<tokens> &s, const select_part &p,
                                     const select_digit &d)
 {
     if (d.number > 0) {
-        select_count_ties(s, p, d);
+        select_count_ties<threads>(s, p, d);
         return;
     }
     const unsigned mask = (1u << d.width) - 1;
-    select_for_matching(s, p, d.shift + d.width, [&](unsigned key, uint32_t) {
+    select_for_matching<threads>(s, p, d.shift + d.width, [&](unsigned key, uint32_t) {
         atomicAdd(s.histogram + (key >> d.shift & mask), 1u);
     });
 }
@@ -220,7 +220,7 @@ __device__ __forceinline__ select_found select_scan(select_state<tokens> &s,
     }
     if (lane == 31)
         s.warp_counts[warp] = upto;
-    __syncthreads();
+    select_meet<threads>();
     unsigned above = __reduce_add_sync(~0u, lane < warp ? s.warp_counts[lane] : 0) + upto - sum;
     if (above < wanted && above + sum >= wanted) { /* one thread */
         unsigned bin = first + per - 1;
@@ -239,7 +239,7 @@ __device__ __forceinline__ select_found select_scan(select_state<tokens> &s,
         }
         s.found = {bin, above, inside, before ? before[bin] : 0};
     }
-    __syncthreads();
+    select_meet<threads>();
     return s.found;
 }
 
@@ -252,7 +252,7 @@ static __device__ __noinline__ select_found select_find_own_bin(select_state<tok
     constexpr int per = select_bins / threads;
     uint4 *own = reinterpret_cast<uint4 *>(s.histogram + select_bins - per * (threadIdx.x + 1));
     uint4 bins[per / 4];
-    __syncthreads();
+    select_meet<threads>();
 #pragma unroll
     for (int b = 0; b < per / 4; b++) {
         bins[b] = own[b];
@@ -271,7 +271,7 @@ __device__ __forceinline__ select_found select_find_bin(const select_crew &crew,
     if (crews && crew.size > 1) {
         const unsigned first = select_bins - 4 * (threadIdx.x + 1);
         select_exchange &exchange = select_exchange_of(s);
-        __syncthreads();
+        select_meet<threads>();
         const uint4 mine = *reinterpret_cast<const uint4 *>(s.histogram + first);
         crew_add_histograms(crew, s.box, exchange, mine, first / 4,
                             reinterpret_cast<uint4 *>(s.histogram), parity.totals);
@@ -319,14 +319,14 @@ __device__ inline select_candidate select_candidate_of(const tokens &t, unsigned
 }
 
 /* Clears the keys of tokens that tie with the cut's key and are behind it. */
-template <class tokens>
+template <int threads, class tokens>
 static __device__ __noinline__ void select_settle_ties(select_state<tokens> &s, select_part p)
 {
-    select_for_matching(s, p, 0, [&](unsigned key, uint32_t i) {
+    select_for_matching<threads>(s, p, 0, [&](unsigned key, uint32_t i) {
         if (select_better(s.cut, select_candidate_of(s.task, key, i)))
             p.keys[i - p.begin] = 0;
     });
-    __syncthreads();
+    select_meet<threads>();
 }
 
 #endif

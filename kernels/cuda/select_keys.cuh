@@ -50,7 +50,9 @@ struct select_task {
     uint32_t kernel; /* 1: no pooling */
     uint32_t plain;  /* the kernel, if select_plain_keys() has it and there is no more to do */
     uint32_t average;
-    float descale; /* applied twice; known after scoring */
+    float descale; /* applied twice; known after scoring, as are the next two */
+    int32_t shift; /* of the first digit */
+    int32_t base;  /* where its window begins, in bins */
 };
 
 /* One block's share of a unit: tokens begin..end-1 and their keys. */
@@ -162,19 +164,52 @@ __device__ inline float select_max_of(const float *window, uint32_t kernel)
 
 /* ---- the first digit ---- */
 
-/* Bins of sixteenths of octaves in a window of 128 octaves: raw scores of 2^-109 to 2^19. The first
- * and the last bin have what is outside. */
-constexpr int select_window_shift = 19;
-constexpr int select_window_base = 98 * 16;
+/* Bins of equal parts of octaves, half of them above the largest of 32 scores that every block of a
+ * crew looks at. How fine they are goes by how far that one is from the mean of the 32, so that a
+ * bin has a few thousandths of the tokens, whether their scores are within half an octave of each
+ * other or spread over dozens. The first and the last bin have what is outside the window. */
+constexpr int select_finest_shift = 13;   /* 1,024ths of octaves, two octaves in all */
+constexpr int select_coarsest_shift = 19; /* sixteenths */
 
-__device__ inline constexpr int select_first_shift(const select_task &)
+struct select_window {
+    int shift;
+    int base;
+};
+
+/* By a whole warp, of what its lanes have sampled, as select_raw_bits(). */
+__device__ __forceinline__ select_window select_window_of(unsigned sampled)
 {
-    return select_window_shift;
+    const unsigned most = __reduce_max_sync(~0u, sampled);
+    const unsigned mean = __reduce_add_sync(~0u, sampled >> 5);
+    /* Four to eight times the distance between the two are in the window. */
+    const int shift = min(max(23 - __clz(most - mean), select_finest_shift), select_coarsest_shift);
+    return {shift, static_cast<int>(most >> shift) - select_bins / 2};
 }
 
-__device__ inline unsigned select_window_bin(const select_task &, unsigned key)
+/* The score that a lane samples, as the scorer left it. Of several heads not the first's: means may
+ * be written there already. */
+__device__ __forceinline__ float select_sampled(const select_task &t, uint32_t at)
 {
-    const int bin = static_cast<int>(key >> select_window_shift) - select_window_base;
+    if (!t.rows)
+        return t.scores[at];
+    const uint32_t head = t.heads > 1 ? 1 + threadIdx.x % 32 % (t.heads - 1) : 0;
+    return t.rows[head * static_cast<size_t>(t.stride) + at];
+}
+
+/* Where. */
+__device__ __forceinline__ uint32_t select_sample_at(const select_task &t)
+{
+    return (2 * (threadIdx.x % 32) + 1) * t.n >> 6;
+}
+
+__device__ inline int select_first_shift(const select_task &t)
+{
+    return t.shift;
+}
+
+__device__ inline unsigned select_window_bin(const select_task &t, unsigned key)
+{
+    const int bin = static_cast<int>(key >> t.shift) - t.base;
     return static_cast<unsigned>(min(max(bin, 0), select_bins - 1));
 }
 
@@ -184,9 +219,9 @@ __device__ inline bool select_is_end(const select_task &, unsigned bin)
 }
 
 /* The lowest key in a bin that is no end. */
-__device__ inline unsigned select_lowest_in(const select_task &, unsigned bin)
+__device__ inline unsigned select_lowest_in(const select_task &t, unsigned bin)
 {
-    return (bin + select_window_base) << select_window_shift;
+    return (bin + static_cast<unsigned>(t.base)) << t.shift;
 }
 
 /* ---- keys ---- */

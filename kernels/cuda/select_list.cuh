@@ -11,12 +11,12 @@
 
 /* Calls put(place, listing) for the part's tokens that agree with `want` from bit `low` of the key
  * on; places are counted in *n. */
-template <class tokens, typename Put>
+template <int threads, class tokens, typename Put>
 __device__ __forceinline__ void select_collect(const tokens &t, const select_part &p, unsigned want,
                                                int low, unsigned *n, Put put)
 {
 #pragma unroll 1
-    for (uint32_t i = p.begin + 4 * threadIdx.x; i < p.end; i += 4 * blockDim.x) {
+    for (uint32_t i = p.begin + 4 * threadIdx.x; i < p.end; i += 4 * threads) {
         const uint4 four = *reinterpret_cast<const uint4 *>(p.keys + (i - p.begin));
         const bool is_one[4] = {
             (four.x ^ want) >> low == 0 && four.x != 0, (four.y ^ want) >> low == 0 && four.y != 0,
@@ -53,7 +53,7 @@ __device__ __forceinline__ void select_place(select_state<tokens> &s, const sele
 }
 
 /* select_rank() where keys leave something out. */
-template <class tokens>
+template <int threads, class tokens>
 static __device__ __noinline__ void select_rank_seconds(select_state<tokens> &s, select_part p,
                                                         unsigned count, unsigned wanted,
                                                         bool clears)
@@ -61,7 +61,7 @@ static __device__ __noinline__ void select_rank_seconds(select_state<tokens> &s,
     if (threadIdx.x < count)
         s.seconds[threadIdx.x] = select_second(
             s.task, select_token_of(s.task, s.ranked[threadIdx.x].index));
-    __syncthreads();
+    select_meet<threads>();
     if (threadIdx.x < count) {
         const auto candidate = [&](unsigned i) {
             return select_candidate{
@@ -73,7 +73,7 @@ static __device__ __noinline__ void select_rank_seconds(select_state<tokens> &s,
             ahead += select_better(candidate(i), mine);
         select_place(s, p, mine, ahead, wanted, clears);
     }
-    __syncthreads();
+    select_meet<threads>();
 }
 
 /* The `wanted`-th best of the `count` candidates is the cut; the keys of this block's tokens that
@@ -90,9 +90,9 @@ __device__ __forceinline__ void select_rank(select_state<tokens> &s, const selec
     const unsigned which = min(threadIdx.x >> log_per, count - 1);
     const unsigned part = threadIdx.x & (per - 1);
     unsigned ahead = 0;
-    __syncthreads();
+    select_meet<threads>();
     if (select_has_second(s.task)) {
-        select_rank_seconds(s, p, count, wanted, clears);
+        select_rank_seconds<threads>(s, p, count, wanted, clears);
         return;
     }
     const select_listing mine = s.ranked[which];
@@ -108,7 +108,7 @@ __device__ __forceinline__ void select_rank(select_state<tokens> &s, const selec
         ahead += __shfl_xor_sync(~0u, ahead, step);
     if (part == 0 && threadIdx.x >> log_per == which)
         select_place(s, p, {0, mine.key, mine.raw, mine.index, {0, 0, 0}}, ahead, wanted, clears);
-    __syncthreads();
+    select_meet<threads>();
 }
 
 /* In a crew: settles which of its `all` tokens that agree with `key` from bit `low` on are kept,
@@ -123,9 +123,9 @@ __device__ __forceinline__ bool select_finish_crew(const select_crew &crew, sele
     select_listing *list = select_exchange_of(s).list;
     const unsigned all = found.inside;
     unsigned count = all;
-    select_collect(s.task, p, key, low, &s.n_mine,
+    select_collect<threads>(s.task, p, key, low, &s.n_mine,
                    [&](unsigned at, const select_listing &l) { list[found.first + at] = l; });
-    __syncthreads();
+    select_meet<threads>();
 #if __CUDA_ARCH__ >= 900
     crew_share_list(crew, s.box, list, found.first, s.n_mine, all, parity.list);
     parity.list ^= 1;
@@ -167,7 +167,7 @@ __device__ __forceinline__ bool select_finish_crew(const select_crew &crew, sele
     }
     if (threadIdx.x == 0)
         s.cut.key = key;
-    __syncthreads();
+    select_meet<threads>();
     return count == wanted;
 }
 
@@ -177,7 +177,7 @@ __device__ __forceinline__ void select_finish_alone(select_state<tokens> &s, con
                                                     unsigned key, int low, unsigned all,
                                                     unsigned wanted, bool clears)
 {
-    select_collect(s.task, p, key, low, &s.n_ranked,
+    select_collect<threads>(s.task, p, key, low, &s.n_ranked,
                    [&](unsigned at, const select_listing &l) { s.ranked[at] = l; });
     select_rank<threads>(s, p, all, wanted, clears);
 }
@@ -194,14 +194,14 @@ static __device__ __noinline__ void select_find_late(const select_crew &crew,
         if (round == select_round_ties && !select_has_second(s.task))
             round += 6; /* on to raw scores */
         const select_digit d = select_digit_of(round, select_first_shift(s.task));
-        select_count(s, p, d);
+        select_count<threads>(s, p, d);
         const select_found found = select_find_bin<threads, crews>(crew, s, wanted, parity);
         wanted -= found.above;
         if (threadIdx.x == 0)
             select_decide(s.cut, d, found.bin);
         if (several)
             select_add_ahead(s, found.inside == wanted ? found.bin : found.bin + 1);
-        __syncthreads();
+        select_meet<threads>();
         if (found.inside == wanted) /* the whole bin is kept: its lower end is the cut */
             break;
         round = round == select_round_whole - 1 ? int(select_round_ties) : round + 1;
@@ -223,7 +223,7 @@ static __device__ __noinline__ void select_find_late(const select_crew &crew,
 #endif
     }
     if (round >= select_round_ties && clears)
-        select_settle_ties(s, p);
+        select_settle_ties<threads>(s, p);
 }
 
 /* Finds the `wanted`-th best token of the unit: those up to it are those whose keys are not below
@@ -252,7 +252,7 @@ __device__ __forceinline__ void select_find_cut(const select_crew &crew, select_
         select_add_ahead(s, found.inside == wanted ? found.bin : found.bin + 1);
     int late = 1;
     if (found.inside == wanted) { /* the whole bin is kept: its lower end is the cut */
-        __syncthreads();
+        select_meet<threads>();
         return;
     }
     if (found.inside <= few && !several) {
@@ -268,7 +268,7 @@ __device__ __forceinline__ void select_find_cut(const select_crew &crew, select_
         late = select_round_ties;
     }
 #endif
-    __syncthreads(); /* s.cut */
+    select_meet<threads>(); /* s.cut */
     select_find_late<threads, crews>(crew, s, p, wanted, few, clears, late, parity);
 }
 
