@@ -182,7 +182,7 @@ __device__ __forceinline__ void write_kept(const select_crew &crew, const select
     count = __reduce_add_sync(~0u, count);
     if (lane == 0)
         s.warp_counts[warp] = count;
-    select_meet<threads>();
+    __syncthreads();
     const unsigned of_lane = lane < n_warps ? s.warp_counts[lane] : 0;
     unsigned at = __reduce_add_sync(~0u, lane < warp ? of_lane : 0);
     at += tokens_before(t, p.begin, crews && crew.size > 1 ? s.ahead : 0);
@@ -211,9 +211,20 @@ __device__ inline void finish_task(select_any_task &t)
     for (uint32_t h = threadIdx.x; t.exponents && h < t.heads; h += 32)
         least = min(least, t.exponents[h]);
     least = __reduce_min_sync(~0u, least);
+    select_window window;
+    if (t.shift > 0) {
+        window = {t.shift, (127 + t.base + 2 * least) * (1 << (23 - t.shift))};
+    } else {
+        const uint32_t head = threadIdx.x % t.heads;
+        const float factor = t.exponents ? ldexpf(1.0f, least - t.exponents[head]) : 1.0f;
+        const uint32_t at = (2 * threadIdx.x + 1) * t.n >> 6;
+        const float score = t.scores[static_cast<size_t>(head) * t.stride + at];
+        window = select_window_of(select_raw_bits(score * factor * factor * t.chunk));
+    }
     if (threadIdx.x == 0) {
         t.exponent = least;
-        t.base = (127 + t.base + 2 * least) * (1 << (23 - t.shift));
+        t.shift = window.shift;
+        t.base = window.base;
     }
 }
 
@@ -249,13 +260,15 @@ __global__ void __launch_bounds__(threads, 2)
     if (crews)
         crew_open(crew, s.box);
 #endif
-    select_meet<threads>();
+    __syncthreads();
 #if __CUDA_ARCH__ >= 900
+    if (crews)
+        crew_meet();
     cudaGridDependencySynchronize(); /* all above was there before scoring began */
 #endif
     if (threadIdx.x < 32)
         finish_task(s.task);
-    select_meet<threads>();
+    __syncthreads();
     const select_any_task t = s.task;
     const uint32_t all = t.heads * t.row;
     const uint32_t share = select_share(all, crew.log_size);
@@ -268,10 +281,6 @@ __global__ void __launch_bounds__(threads, 2)
     p.raw = nullptr;
     p.raw_first = 0;
     build_keys(t, s, p);
-#if __CUDA_ARCH__ >= 900
-    if (crews)
-        crew_meet();
-#endif
     select_parity parity = {0, 0, 0};
     select_find_cut<threads, crews>(crew, s, p, t.keep, listed, true, parity);
     write_kept<crews>(crew, t, s, p);

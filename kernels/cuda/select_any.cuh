@@ -42,7 +42,7 @@ struct select_any_task {
     uint32_t kernel;      /* 1: no pooling */
     uint32_t plain_begin; /* units of which select_any_four() makes keys, whole fours */
     uint32_t plain_end;
-    int32_t shift;    /* of the first digit */
+    int32_t shift;    /* of the first digit; 0: that and the next two by a sample */
     int32_t below;    /* its bins for scores below 0 */
     int32_t base;     /* its window begins at this power of two; once scores are there, in bins */
     int32_t exponent; /* the unit of all scores, known after scoring */

@@ -23,12 +23,6 @@ constexpr int select_bins = 4 * select_threads;
 constexpr int select_ranked = 128; /* candidates that are ranked against each other */
 constexpr int select_crew_max = 16;
 
-/* A barrier of the threads that select. There may be a warp more, which waits for scores. */
-template <int threads> __device__ __forceinline__ void select_meet()
-{
-    asm volatile("barrier.sync.aligned 1, %0;" ::"n"(threads) : "memory");
-}
-
 struct select_crew {
     uint32_t size;
     uint32_t log_size; /* divisions by size are shifts */
@@ -142,7 +136,8 @@ __device__ inline void crew_open(const select_crew &crew, select_mailbox &box)
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 
-/* Then, before the first exchange: everybody's mailbox is open. */
+/* Then, before the first exchange, and before there are scores: everybody's mailbox is open. It
+ * invalidates the first cache, where spilled registers are. */
 __device__ inline void crew_meet(void)
 {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -183,12 +178,12 @@ __device__ inline void crew_add_histograms(const select_crew &crew, select_mailb
     }
     uint4 *totals = reinterpret_cast<uint4 *>(exchange.totals) + crew.rank * fours;
     uint4 *before = reinterpret_cast<uint4 *>(exchange.before) + crew.rank * fours;
-    select_meet<select_threads>(); /* the outbox is no histogram any more */
+    __syncthreads(); /* the outbox is no histogram any more */
     if (rank == crew.size - 1)
         totals[four] = upto;
     outbox[rank * fours + (four ^ (rank & (fours - 1)))] = {upto.x - own.x, upto.y - own.y,
                                                             upto.z - own.z, upto.w - own.w};
-    select_meet<select_threads>();
+    __syncthreads();
     rank = threadIdx.x >> (select_log_threads - crew.log_size); /* whole warps to each */
     four = threadIdx.x & (fours - 1);
     uint4 *out = outbox + rank * fours + (four ^ (rank & (fours - 1)));
@@ -221,7 +216,7 @@ __device__ inline void crew_share_list(const select_crew &crew, select_mailbox &
 __device__ __noinline__ static void crew_wait_for_all(const select_crew &crew, select_mailbox &box,
                                                       uint32_t parity)
 {
-    select_meet<select_threads>();
+    __syncthreads();
     if (threadIdx.x < crew.size)
         select_send(crew, threadIdx.x, box.here + crew.rank, 1, &box.here_full);
     select_await(&box.here_full, parity);

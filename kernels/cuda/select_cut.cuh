@@ -41,10 +41,19 @@ template <class tokens> struct alignas(16) select_state {
     unsigned n_ranked;                         /* candidates so far */
     unsigned ahead;                            /* tokens that blocks of lower ranks keep */
     unsigned warp_counts[select_threads / 32];
+    unsigned beside[2]; /* keys of the last candidate that is kept, and of the next */
     select_found found;
     select_candidate cut; /* what of it is decided so far; at first 0, 0, 0, select_no_index */
     tokens task;          /* for functions out of line */
 };
+
+/* The scores outside the scope of pooling, of plain tasks: select_outside before it and as many
+ * behind it. They have the place of `seconds`, which comes later. */
+template <class tokens> __device__ inline float *select_outside_of(select_state<tokens> &s)
+{
+    static_assert(sizeof(s.seconds) >= 2 * select_outside * sizeof(float), "room for them");
+    return reinterpret_cast<float *>(s.seconds);
+}
 
 template <class tokens>
 __device__ inline select_exchange &select_exchange_of(select_state<tokens> &s)
@@ -220,7 +229,7 @@ __device__ __forceinline__ select_found select_scan(select_state<tokens> &s,
     }
     if (lane == 31)
         s.warp_counts[warp] = upto;
-    select_meet<threads>();
+    __syncthreads();
     unsigned above = __reduce_add_sync(~0u, lane < warp ? s.warp_counts[lane] : 0) + upto - sum;
     if (above < wanted && above + sum >= wanted) { /* one thread */
         unsigned bin = first + per - 1;
@@ -239,7 +248,7 @@ __device__ __forceinline__ select_found select_scan(select_state<tokens> &s,
         }
         s.found = {bin, above, inside, before ? before[bin] : 0};
     }
-    select_meet<threads>();
+    __syncthreads();
     return s.found;
 }
 
@@ -252,7 +261,7 @@ static __device__ __noinline__ select_found select_find_own_bin(select_state<tok
     constexpr int per = select_bins / threads;
     uint4 *own = reinterpret_cast<uint4 *>(s.histogram + select_bins - per * (threadIdx.x + 1));
     uint4 bins[per / 4];
-    select_meet<threads>();
+    __syncthreads();
 #pragma unroll
     for (int b = 0; b < per / 4; b++) {
         bins[b] = own[b];
@@ -271,7 +280,7 @@ __device__ __forceinline__ select_found select_find_bin(const select_crew &crew,
     if (crews && crew.size > 1) {
         const unsigned first = select_bins - 4 * (threadIdx.x + 1);
         select_exchange &exchange = select_exchange_of(s);
-        select_meet<threads>();
+        __syncthreads();
         const uint4 mine = *reinterpret_cast<const uint4 *>(s.histogram + first);
         crew_add_histograms(crew, s.box, exchange, mine, first / 4,
                             reinterpret_cast<uint4 *>(s.histogram), parity.totals);
@@ -326,7 +335,7 @@ static __device__ __noinline__ void select_settle_ties(select_state<tokens> &s, 
         if (select_better(s.cut, select_candidate_of(s.task, key, i)))
             p.keys[i - p.begin] = 0;
     });
-    select_meet<threads>();
+    __syncthreads();
 }
 
 #endif

@@ -19,6 +19,21 @@
 #include "kernels/cuda/device.cuh"
 #include "kernels/cuda/select_crew.cuh"
 
+/* Tokens before the scope of pooling, and as many behind it, whose scores a block keeps. */
+constexpr uint32_t select_outside = 128;
+
+/* Pooling that is done four tokens at a time, where there is no more to do. */
+enum select_plain {
+    select_not_plain = 0,
+    select_unpooled,
+    select_max_of_5,
+    select_max_of_7,
+    select_max_of_11,
+    select_mean_of_5,
+    select_mean_of_7,
+    select_mean_of_11,
+};
+
 /* What selection needs to know of a unit; made by the host. Kernels keep it in registers, since the
  * compiler must take memory for changing; rarely used functions out of line read a copy in shared
  * memory. */
@@ -47,8 +62,10 @@ struct select_task {
     uint32_t lone_key;        /* and this one; ~0: none. Known after scoring, if there is a mask */
     uint32_t scope_begin;     /* of pooling */
     uint32_t scope_end;
-    uint32_t kernel; /* 1: no pooling */
-    uint32_t plain;  /* the kernel, if select_plain_keys() has it and there is no more to do */
+    uint32_t kernel;    /* 1: no pooling */
+    uint32_t plain;     /* enum select_plain: whether keys are made four at a time */
+    uint32_t has_edges; /* and so it is, though protected tokens, not too many, are not pooled */
+    uint32_t keeps_protected; /* and all that is protected is kept, so that none is a candidate */
     uint32_t average;
     float descale; /* applied twice; known after scoring, as are the next two */
     int32_t shift; /* of the first digit */
@@ -130,18 +147,38 @@ template <class window> __device__ double select_pooled_sum(window x, uint32_t k
     return sum;
 }
 
-/* Largest of the windows of `kernel` that start at window, window + 1, ..; four at once share most
- * of their work. Tokens come in fours aligned to 16 bytes, their windows half a kernel before. */
+/* The windows of `kernel` that start at window, window + 1, .., which is half a kernel before a
+ * multiple of 16 bytes. */
+template <int kernel> struct select_windows_of_four {
+    static constexpr int before = 3 - (kernel / 2 + 3) % 4; /* floats from such a multiple */
+    static constexpr int n = (before + kernel + 3 + 3) / 4 * 4;
+    float aligned[n];
+
+    __device__ __forceinline__ explicit select_windows_of_four(const float *window)
+    {
+#pragma unroll
+        for (int i = 0; i < n; i += 4)
+            *reinterpret_cast<float4 *>(aligned +
+                                        i) = *reinterpret_cast<const float4 *>(window - before + i);
+    }
+};
+
+/* Sums over them, as floats. */
+template <int kernel> __device__ __forceinline__ float4 select_sums_of_four(const float *window)
+{
+    const select_windows_of_four<kernel> windows(window);
+    const float *x = windows.aligned + windows.before;
+    return {static_cast<float>(select_pooled_sum(x, kernel)),
+            static_cast<float>(select_pooled_sum(x + 1, kernel)),
+            static_cast<float>(select_pooled_sum(x + 2, kernel)),
+            static_cast<float>(select_pooled_sum(x + 3, kernel))};
+}
+
+/* Largest of them; four at once share most of their work. */
 template <int kernel> __device__ __forceinline__ float4 select_max_of_four(const float *window)
 {
-    constexpr int before = 3 - (kernel / 2 + 3) % 4; /* floats from the multiple of 16 bytes */
-    constexpr int n = (before + kernel + 3 + 3) / 4 * 4;
-    float aligned[n];
-    const float *x = aligned + before;
-#pragma unroll
-    for (int i = 0; i < n; i += 4)
-        *reinterpret_cast<float4 *>(aligned + i) = *reinterpret_cast<const float4 *>(window -
-                                                                                     before + i);
+    const select_windows_of_four<kernel> windows(window);
+    const float *x = windows.aligned + windows.before;
     if constexpr (kernel == 1)
         return {x[0], x[1], x[2], x[3]};
     float common = x[3]; /* x[3] to x[kernel - 1] are in all four */
@@ -305,17 +342,48 @@ static __device__ __noinline__ unsigned select_any_key(const select_task &t, uin
     return select_key(t, i, score);
 }
 
-/* Keys of tokens i .. i+3, all inside the scope of pooling or past the end (those get 0), of a unit
- * whose classes go by position alone. */
-template <int kernel>
-__device__ __forceinline__ uint4 select_plain_keys(const select_task &t, uint32_t i,
-                                                   const float *window)
+/* Where the score of a token outside the scope of pooling is kept. */
+__device__ __forceinline__ uint32_t select_outside_at(const select_task &t, uint32_t i)
 {
-    const float4 best = select_max_of_four<kernel>(window);
-    const uint4 bits = {select_raw_bits(best.x), select_raw_bits(best.y), select_raw_bits(best.z),
-                        select_raw_bits(best.w)};
-    if (i >= t.protected_end && i + 4 <= t.protected_begin)
-        return {bits.x + 2, bits.y + 2, bits.z + 2, bits.w + 2};
+    return i < t.scope_begin ? i : select_outside + i - t.scope_end;
+}
+
+/* Turns the bits of the pooled scores of tokens i .. i+3, of a task with edges, to their keys;
+ * those past the end get 0. Short, since it is executed once. */
+static __device__ __noinline__ void select_edge_keys(const select_task &t, uint32_t i,
+                                                     unsigned *keys, const float *outside)
+{
+#pragma unroll 1
+    for (const unsigned *end = keys + 4; keys < end; keys++, i++) {
+        unsigned bits = *keys;
+        if (i >= t.n) {
+            *keys = 0;
+            continue;
+        }
+        if (i < t.scope_begin || i >= t.scope_end) { /* its own pooled score */
+            const float raw = outside[select_outside_at(t, i)];
+            bits = select_raw_bits(
+                t.average ? static_cast<float>(static_cast<double>(raw) * t.kernel) : raw);
+        }
+        *keys = i < t.protected_end || i >= t.protected_begin ? bits | 0x80000000u : bits + 2;
+    }
+}
+
+/* The pooled scores of four tokens, of which the first one's window is given, as bits. */
+template <int kernel, bool average>
+__device__ __forceinline__ uint4 select_pooled_bits(const float *window)
+{
+    const float4 pooled = average ? select_sums_of_four<kernel>(window)
+                                  : select_max_of_four<kernel>(window);
+    return {select_raw_bits(pooled.x), select_raw_bits(pooled.y), select_raw_bits(pooled.z),
+            select_raw_bits(pooled.w)};
+}
+
+/* Keys of tokens i .. i+3, all inside the scope of pooling or past the end (those get 0), of a unit
+ * whose classes go by position alone. `bits` are their pooled scores'. */
+__device__ __forceinline__ uint4 select_plain_keys(const select_task &t, uint32_t i,
+                                                   const uint4 &bits)
+{
     const auto key = [&](uint32_t token, unsigned b) {
         if (token >= t.n)
             return 0u;

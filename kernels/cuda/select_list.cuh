@@ -61,7 +61,7 @@ static __device__ __noinline__ void select_rank_seconds(select_state<tokens> &s,
     if (threadIdx.x < count)
         s.seconds[threadIdx.x] = select_second(
             s.task, select_token_of(s.task, s.ranked[threadIdx.x].index));
-    select_meet<threads>();
+    __syncthreads();
     if (threadIdx.x < count) {
         const auto candidate = [&](unsigned i) {
             return select_candidate{
@@ -73,7 +73,7 @@ static __device__ __noinline__ void select_rank_seconds(select_state<tokens> &s,
             ahead += select_better(candidate(i), mine);
         select_place(s, p, mine, ahead, wanted, clears);
     }
-    select_meet<threads>();
+    __syncthreads();
 }
 
 /* The `wanted`-th best of the `count` candidates is the cut; the keys of this block's tokens that
@@ -90,11 +90,7 @@ __device__ __forceinline__ void select_rank(select_state<tokens> &s, const selec
     const unsigned which = min(threadIdx.x >> log_per, count - 1);
     const unsigned part = threadIdx.x & (per - 1);
     unsigned ahead = 0;
-    select_meet<threads>();
-    if (select_has_second(s.task)) {
-        select_rank_seconds<threads>(s, p, count, wanted, clears);
-        return;
-    }
+    __syncthreads();
     const select_listing mine = s.ranked[which];
     const unsigned long long number = static_cast<unsigned long long>(mine.key) << 32 | mine.raw;
 #pragma unroll 1
@@ -106,9 +102,20 @@ __device__ __forceinline__ void select_rank(select_state<tokens> &s, const selec
 #pragma unroll 1
     for (unsigned step = per / 2; step; step /= 2)
         ahead += __shfl_xor_sync(~0u, ahead, step);
-    if (part == 0 && threadIdx.x >> log_per == which)
+    const bool is_first = part == 0 && threadIdx.x >> log_per == which; /* of the candidate's */
+    if (select_has_second(s.task)) {
+        /* What keys leave out counts only if the last one that is kept ties with the next. */
+        if (is_first && (ahead == wanted || ahead + 1 == wanted))
+            s.beside[ahead + 1 - wanted] = mine.key;
+        __syncthreads();
+        if (s.beside[0] == s.beside[1]) {
+            select_rank_seconds<threads>(s, p, count, wanted, clears);
+            return;
+        }
+    }
+    if (is_first)
         select_place(s, p, {0, mine.key, mine.raw, mine.index, {0, 0, 0}}, ahead, wanted, clears);
-    select_meet<threads>();
+    __syncthreads();
 }
 
 /* In a crew: settles which of its `all` tokens that agree with `key` from bit `low` on are kept,
@@ -123,9 +130,10 @@ __device__ __forceinline__ bool select_finish_crew(const select_crew &crew, sele
     select_listing *list = select_exchange_of(s).list;
     const unsigned all = found.inside;
     unsigned count = all;
-    select_collect<threads>(s.task, p, key, low, &s.n_mine,
-                   [&](unsigned at, const select_listing &l) { list[found.first + at] = l; });
-    select_meet<threads>();
+    select_collect<threads>(
+        s.task, p, key, low, &s.n_mine,
+        [&](unsigned at, const select_listing &l) { list[found.first + at] = l; });
+    __syncthreads();
 #if __CUDA_ARCH__ >= 900
     crew_share_list(crew, s.box, list, found.first, s.n_mine, all, parity.list);
     parity.list ^= 1;
@@ -167,7 +175,7 @@ __device__ __forceinline__ bool select_finish_crew(const select_crew &crew, sele
     }
     if (threadIdx.x == 0)
         s.cut.key = key;
-    select_meet<threads>();
+    __syncthreads();
     return count == wanted;
 }
 
@@ -178,7 +186,7 @@ __device__ __forceinline__ void select_finish_alone(select_state<tokens> &s, con
                                                     unsigned wanted, bool clears)
 {
     select_collect<threads>(s.task, p, key, low, &s.n_ranked,
-                   [&](unsigned at, const select_listing &l) { s.ranked[at] = l; });
+                            [&](unsigned at, const select_listing &l) { s.ranked[at] = l; });
     select_rank<threads>(s, p, all, wanted, clears);
 }
 
@@ -201,7 +209,7 @@ static __device__ __noinline__ void select_find_late(const select_crew &crew,
             select_decide(s.cut, d, found.bin);
         if (several)
             select_add_ahead(s, found.inside == wanted ? found.bin : found.bin + 1);
-        select_meet<threads>();
+        __syncthreads();
         if (found.inside == wanted) /* the whole bin is kept: its lower end is the cut */
             break;
         round = round == select_round_whole - 1 ? int(select_round_ties) : round + 1;
@@ -252,7 +260,7 @@ __device__ __forceinline__ void select_find_cut(const select_crew &crew, select_
         select_add_ahead(s, found.inside == wanted ? found.bin : found.bin + 1);
     int late = 1;
     if (found.inside == wanted) { /* the whole bin is kept: its lower end is the cut */
-        select_meet<threads>();
+        __syncthreads();
         return;
     }
     if (found.inside <= few && !several) {
@@ -268,7 +276,7 @@ __device__ __forceinline__ void select_find_cut(const select_crew &crew, select_
         late = select_round_ties;
     }
 #endif
-    select_meet<threads>(); /* s.cut */
+    __syncthreads(); /* s.cut */
     select_find_late<threads, crews>(crew, s, p, wanted, few, clears, late, parity);
 }
 

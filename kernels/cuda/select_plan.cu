@@ -38,6 +38,7 @@ struct shape {
     uint32_t threads;
     uint32_t pool_tokens;
     uint32_t listed;
+    bool apart; /* each block has a multiprocessor to itself */
     size_t shared_bytes;
 };
 
@@ -116,6 +117,17 @@ seat_count count_seats(const dkv_cu_device *device, const dkv_cu_wave *wave, kin
     return count;
 }
 
+/* Clusters of 1 << i thread blocks that run at once, each of these on a multiprocessor of its own;
+ * 0 where there are none so large. Of the device that was prepared. */
+uint32_t clusters_apart[5];
+
+/* Whether all blocks can run at once, each on a multiprocessor of its own. Two that share one take
+ * nearly twice as long, since what bounds them is the fetching of instructions. */
+bool fits_apart(const seat_count &count)
+{
+    return count.seats / count.cluster <= clusters_apart[log2_of(count.cluster)];
+}
+
 shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave, kind k)
 {
     shape s = {};
@@ -130,6 +142,14 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave, kind k)
         s.share *= 2;
         count = count_seats(device, wave, k, s.share);
     }
+    if (s.share == least_share && !fits_apart(count)) {
+        const seat_count fewer = count_seats(device, wave, k, 2 * least_share);
+        if (fits_apart(fewer)) {
+            s.share = 2 * least_share;
+            count = fewer;
+        }
+    }
+    s.apart = fits_apart(count);
     s.n_tasks = count.subjects;
     s.n_seats = count.seats;
     s.cluster = count.cluster;
@@ -157,6 +177,8 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave, kind k)
     if (k == kind_plain && s.cluster == 1 && longest <= crowd_tokens && s.n_tasks > at_once)
         s.threads = select_crowd_threads;
     s.shared_bytes = shared_bytes_of(k, s.cluster, s.pool_tokens, s.listed, keys);
+    if (s.apart && s.shared_bytes <= half) /* so that no two fit */
+        s.shared_bytes = half + 2048;
     return s;
 }
 
@@ -207,25 +229,31 @@ extern "C" cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device)
         if (error == cudaSuccess)
             error = prepare_kernel(device, kernel, &attributes);
     device->cluster_max = 1;
+    for (uint32_t &clusters : clusters_apart)
+        clusters = 0;
     if (error != cudaSuccess || attributes.ptxVersion < 90) /* code without clusters */
         return error;
     device->waits_for_scores = true;
     for (const void *kernel : {with_crews, any_with_crews})
         if (error == cudaSuccess)
             error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    clusters_apart[0] = static_cast<uint32_t>(device->multiprocessors);
+    static_assert(sizeof(clusters_apart) / sizeof(clusters_apart[0]) > 4 &&
+                      select_crew_max == 1 << 4,
+                  "room for all sizes");
     for (uint32_t size = select_crew_max; error == cudaSuccess && size > 1; size /= 2) {
         int fit = 0;
-        shape largest = {};
+        shape largest = {}; /* has a multiprocessor to itself, too */
         largest.cluster = largest.n_seats = size;
         largest.threads = select_threads;
         largest.shared_bytes = static_cast<size_t>(device->shared_bytes_max);
         cudaLaunchAttribute room[2];
         const cudaLaunchConfig_t config = launch_config(largest, false, room);
         if (cudaOccupancyMaxActiveClusters(&fit, with_crews, &config) == cudaSuccess && fit > 0) {
-            device->cluster_max = size;
-            break;
-        }
-        (void)cudaGetLastError(); /* this size is not for this device */
+            device->cluster_max = size > device->cluster_max ? size : device->cluster_max;
+            clusters_apart[log2_of(size)] = static_cast<uint32_t>(fit);
+        } else
+            (void)cudaGetLastError(); /* this size is not for this device */
     }
     return error;
 }

@@ -48,9 +48,26 @@ uint32_t log2_of(uint32_t size)
 /* Tasks whose keys select_plain_keys() makes. */
 void find_plain(select_task &t)
 {
-    const bool plain = !t.average && !t.mask && !t.scores_out && t.lone_key == ~0u &&
-                       (t.kernel == 1 || t.kernel == 5 || t.kernel == 7 || t.kernel == 11);
-    t.plain = plain ? t.kernel : 0;
+    t.plain = select_not_plain;
+    t.has_edges = t.keeps_protected = 0;
+    if (t.mask || t.scores_out || t.lone_key != ~0u)
+        return;
+    switch (t.kernel) {
+    case 1: t.plain = t.average ? select_not_plain : select_unpooled; break;
+    case 5: t.plain = t.average ? select_mean_of_5 : select_max_of_5; break;
+    case 7: t.plain = t.average ? select_mean_of_7 : select_max_of_7; break;
+    case 11: t.plain = t.average ? select_mean_of_11 : select_max_of_11; break;
+    default: break;
+    }
+    if (t.plain == select_not_plain)
+        return;
+    if (t.scope_begin > t.protected_end || t.scope_end < t.protected_begin)
+        return;
+    const uint32_t is_protected = t.protected_end + (t.n - t.protected_begin);
+    const uint32_t behind = t.n - t.scope_end;
+    t.has_edges = t.scope_begin + behind > 0 && t.scope_begin <= select_outside &&
+                  behind <= select_outside;
+    t.keeps_protected = (t.two_stages ? t.keep / 2 : t.keep) >= is_protected;
 }
 
 select_task task_of(const dkv_cu_block &block, const dkv_cu_unit &unit)
@@ -131,12 +148,12 @@ void find_plain(const dkv_cu_choice &choice, select_any_task &t)
     t.plain_end = has && begin < end ? end : 0;
 }
 
-/* The first digit: how finely it tells scores apart, and where it begins. Sums of a chunk are
- * larger by its size. */
+/* The first digit: how finely it tells scores apart, and where it begins, if that is known before
+ * there are scores. Sums of a chunk are larger by its size. */
 void find_window(const dkv_cu_choice &choice, select_any_task &t)
 {
     switch (choice.range) {
-    case DKV_CU_RANGE_POSITIVE: t.shift = 19, t.below = 0, t.base = -109; break;
+    case DKV_CU_RANGE_POSITIVE: t.shift = 0, t.below = 0, t.base = 0; break;
     case DKV_CU_RANGE_NORM: t.shift = 16, t.below = select_bins, t.base = -3; break;
     case DKV_CU_RANGE_ANGLE: t.shift = 17, t.below = select_bins / 2, t.base = -15; break;
     default: t.shift = 19, t.below = select_bins / 2, t.base = -44; break;
