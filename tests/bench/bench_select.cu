@@ -278,23 +278,26 @@ void time_choice(const struct dkv_cu_device *device, const char *name, const cho
     time_wave(device, name, w, runs);
 }
 
+/* `narrow`: means instead of maxima, of scores within half an octave, the last tokens not pooled.
+ */
 void time_case(const struct dkv_cu_device *device, const char *name,
-               const std::vector<uint32_t> &lengths, unsigned runs)
+               const std::vector<uint32_t> &lengths, unsigned runs, bool narrow = false)
 {
     wave_case w = {};
     for (uint32_t n : lengths) {
         unit_case c = random_case(100);
         c.block.n_valid = n;
-        c.block.valid_from = c.block.sinks = c.block.pool_prefix = 0;
+        c.block.valid_from = c.block.sinks = 0;
+        c.block.pool_prefix = narrow;
         c.block.recent = c.block.window = 8;
-        c.block.pool = DKV_POOL_MAX;
-        c.block.kernel = 11;
+        c.block.pool = narrow ? DKV_POOL_AVG : DKV_POOL_MAX;
+        c.block.kernel = narrow ? 5 : 11;
         c.block.keep = n / 20;
         c.mask.clear();
         c.wants_scores = false;
         c.scores.resize(n);
         for (float &x : c.scores)
-            x = 0x1p50f * random_score(8, 1);
+            x = 0x1p50f * (narrow ? 1 + 0.4f * random_score(0, 1) : random_score(8, 1));
         w.cases.push_back(c);
     }
     build(device, w);
@@ -356,6 +359,9 @@ void time_all(const struct dkv_cu_device *device, unsigned runs)
     time_case(device, "32 x 4K", std::vector<uint32_t>(256, 4096), runs);
     time_case(device, "128 x 1K", std::vector<uint32_t>(1024, 1024), runs);
     time_case(device, "mixed", mixed, runs);
+    time_case(device, "4K narrow", std::vector<uint32_t>(8, 4096), runs, true);
+    time_case(device, "32K narrow", std::vector<uint32_t>(8, 32768), runs, true);
+    time_case(device, "128K narrow", std::vector<uint32_t>(8, 131072), runs, true);
     for (uint32_t k : {4, 32, 128}) {
         const uint32_t n = 1024 * k;
         const std::string of = std::to_string(k) + "K ";
