@@ -236,6 +236,8 @@ struct dkv_cu_wave {
     unsigned char *shared; /* device, aligned to 256: the largest shared_bytes() of all scorers */
 };
 
+#define DKV_CU_CLUSTER_SIZES 5 /* 1, 2, 4, 8, 16 */
+
 struct dkv_cu_device {
     int ordinal;
     int major;
@@ -244,6 +246,9 @@ struct dkv_cu_device {
     int shared_bytes_max; /* per thread block, opt-in */
     int l2_bytes;
     uint32_t cluster_max;    /* thread blocks of a selection cluster; 1: none */
+    /* Clusters of 1 << i blocks of selection that run at once, each block on a multiprocessor of its
+     * own; 0: none so large. */
+    uint32_t clusters_apart[DKV_CU_CLUSTER_SIZES];
     uint32_t choice_cluster; /* thread blocks of a choice, at most */
     bool waits_for_scores;   /* selection may be launched before scoring ends */
     char name[96];
@@ -318,7 +323,7 @@ cudaError_t dkv_cu_mask_launch(const struct dkv_cu_wave *wave, cudaStream_t stre
 
 /* Selection over all units but those of chosen blocks, and over simple choices: pools, selects,
  * writes keep_out, counts_out and scores_out. */
-cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device); /* sets both fields above */
+cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device); /* sets the three fields above */
 /* Tokens of all heads that are selected from by DKV_CU_SIMPLE_ANY, at most. */
 #define DKV_CU_SELECT_ANY_MAX 0x3fffffu
 /* True if a unit of n tokens needs unit.keys. */

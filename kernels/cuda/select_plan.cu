@@ -117,15 +117,11 @@ seat_count count_seats(const dkv_cu_device *device, const dkv_cu_wave *wave, kin
     return count;
 }
 
-/* Clusters of 1 << i thread blocks that run at once, each of these on a multiprocessor of its own;
- * 0 where there are none so large. Of the device that was prepared. */
-uint32_t clusters_apart[5];
-
 /* Whether all blocks can run at once, each on a multiprocessor of its own. Two that share one take
  * nearly twice as long, since what bounds them is the fetching of instructions. */
-bool fits_apart(const seat_count &count)
+bool fits_apart(const dkv_cu_device *device, const seat_count &count)
 {
-    return count.seats / count.cluster <= clusters_apart[log2_of(count.cluster)];
+    return count.seats / count.cluster <= device->clusters_apart[log2_of(count.cluster)];
 }
 
 shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave, kind k)
@@ -142,14 +138,14 @@ shape shape_of(const dkv_cu_device *device, const dkv_cu_wave *wave, kind k)
         s.share *= 2;
         count = count_seats(device, wave, k, s.share);
     }
-    if (s.share == least_share && !fits_apart(count)) {
+    if (s.share == least_share && !fits_apart(device, count)) {
         const seat_count fewer = count_seats(device, wave, k, 2 * least_share);
-        if (fits_apart(fewer)) {
+        if (fits_apart(device, fewer)) {
             s.share = 2 * least_share;
             count = fewer;
         }
     }
-    s.apart = fits_apart(count);
+    s.apart = fits_apart(device, count);
     s.n_tasks = count.subjects;
     s.n_seats = count.seats;
     s.cluster = count.cluster;
@@ -229,7 +225,7 @@ extern "C" cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device)
         if (error == cudaSuccess)
             error = prepare_kernel(device, kernel, &attributes);
     device->cluster_max = 1;
-    for (uint32_t &clusters : clusters_apart)
+    for (uint32_t &clusters : device->clusters_apart)
         clusters = 0;
     if (error != cudaSuccess || attributes.ptxVersion < 90) /* code without clusters */
         return error;
@@ -237,10 +233,8 @@ extern "C" cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device)
     for (const void *kernel : {with_crews, any_with_crews})
         if (error == cudaSuccess)
             error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    clusters_apart[0] = static_cast<uint32_t>(device->multiprocessors);
-    static_assert(sizeof(clusters_apart) / sizeof(clusters_apart[0]) > 4 &&
-                      select_crew_max == 1 << 4,
-                  "room for all sizes");
+    device->clusters_apart[0] = static_cast<uint32_t>(device->multiprocessors);
+    static_assert(select_crew_max == 1 << (DKV_CU_CLUSTER_SIZES - 1), "room for all sizes");
     for (uint32_t size = select_crew_max; error == cudaSuccess && size > 1; size /= 2) {
         int fit = 0;
         shape largest = {}; /* has a multiprocessor to itself, too */
@@ -251,7 +245,7 @@ extern "C" cudaError_t dkv_cu_select_prepare(struct dkv_cu_device *device)
         const cudaLaunchConfig_t config = launch_config(largest, false, room);
         if (cudaOccupancyMaxActiveClusters(&fit, with_crews, &config) == cudaSuccess && fit > 0) {
             device->cluster_max = size > device->cluster_max ? size : device->cluster_max;
-            clusters_apart[log2_of(size)] = static_cast<uint32_t>(fit);
+            device->clusters_apart[log2_of(size)] = static_cast<uint32_t>(fit);
         } else
             (void)cudaGetLastError(); /* this size is not for this device */
     }
