@@ -245,9 +245,9 @@ struct dkv_cu_device {
     int multiprocessors;
     int shared_bytes_max; /* per thread block, opt-in */
     int l2_bytes;
-    uint32_t cluster_max;    /* thread blocks of a selection cluster; 1: none */
-    /* Clusters of 1 << i blocks of selection that run at once, each block on a multiprocessor of its
-     * own; 0: none so large. */
+    uint32_t cluster_max; /* thread blocks of a selection cluster; 1: none */
+    /* Clusters of 1 << i blocks of selection that run at once, each block on a multiprocessor of
+     * its own; 0: none so large. */
     uint32_t clusters_apart[DKV_CU_CLUSTER_SIZES];
     uint32_t choice_cluster; /* thread blocks of a choice, at most */
     bool waits_for_scores;   /* selection may be launched before scoring ends */

@@ -166,6 +166,7 @@ __device__ __forceinline__ void place_window(select_task &t, select_state<select
         select_raw_bits(t.average ? sampled * static_cast<float>(t.kernel) : sampled));
     t.shift = window.shift;
     t.base = window.base;
+    __syncthreads(); /* everybody has a copy of the task; scores are on their way meanwhile */
     if (threadIdx.x == 0) {
         s.task.shift = window.shift;
         s.task.base = window.base;
