@@ -22,7 +22,8 @@ __device__ int factor_exponent(const dkv_cu_block &block, const layout &l, float
 
 constexpr int merge_threads = 128;
 
-__device__ float block_sum(float x, float *shared)
+/* Of all threads, to every one of them. */
+template <class number> __device__ number block_sum(number x, number *shared)
 {
     x = warp_sum(x);
     __syncthreads();
@@ -73,21 +74,6 @@ __device__ float multiply_metric(const dkv_cu_block &block, const dkv_cu_unit &u
         }
     }
     return squares;
-}
-
-/* The same in double; to every thread. */
-__device__ double block_sum(double x, double *shared)
-{
-    for (int step = 16; step; step >>= 1)
-        x += __shfl_xor_sync(~0u, x, step);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0)
-        shared[threadIdx.x / 32] = x;
-    __syncthreads();
-    x = shared[0];
-    for (int w = 1; w < merge_threads / 32; w++)
-        x += shared[w];
-    return x;
 }
 
 /* A row's logit of one key, to more digits than float32 has. */

@@ -34,7 +34,7 @@ __device__ top_two warp_top_two(top_two mine)
     return mine;
 }
 
-__device__ float warp_sum(float x)
+template <class number> __device__ number warp_sum(number x)
 {
     for (int step = 16; step; step >>= 1)
         x += __shfl_xor_sync(~0u, x, step);

@@ -144,13 +144,9 @@ __global__ void __launch_bounds__(S::THREADS, 1)
     room_b<S> *rooms = reinterpret_cast<room_b<S> *>(shared_bytes);
     const int group = __shfl_sync(~0u, threadIdx.x / GROUP_THREADS, 0);
     group_b<S> work(rooms[group], group, thread_in_group());
-    bool waits = true;
-    for (uint32_t turn = 0; turn < args.turns; turn++) {
-        if (!take_item<S>(work.room.work, args, turn, group, work.barrier, work.at))
-            continue;
-        work.run(waits);
-        waits = false;
-    }
+    score_ranges(work, args, [&](uint32_t turn) {
+        return take_item<S>(work.room.work, args, turn, group, work.barrier, work.at);
+    });
 #endif
 }
 

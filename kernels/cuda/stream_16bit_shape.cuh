@@ -13,6 +13,7 @@ namespace dkv_stream_16bit
 {
 
 using namespace dkv_fast;
+using dkv_stream_fp8::score_ranges;
 using dkv_stream_fp8::stream_args;
 using dkv_stream_fp8::take_item;
 using dkv_stream_fp8::thread_in_group;

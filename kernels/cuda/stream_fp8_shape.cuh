@@ -236,6 +236,21 @@ __device__ __forceinline__ bool take_item(job &work, const stream_args &args, ui
     return item.chunks != 0;
 }
 
+/* Every turn's range of a group, in pass B. take(turn): whether there is one, and brings it. The
+ * first range waits for the merge. */
+template <class group_type, class function>
+__device__ __forceinline__ void score_ranges(group_type &work, const stream_args &args,
+                                             function take)
+{
+    bool waits = true;
+    for (uint32_t turn = 0; turn < args.turns; turn++) {
+        if (!take(turn))
+            continue;
+        work.run(waits);
+        waits = false;
+    }
+}
+
 /* Four elements of a bf16 query as fp16; `largest` becomes their largest magnitude's bits. */
 __device__ __forceinline__ uint2 fp16_of_bf16(const uint2 &words, uint32_t &largest)
 {

@@ -31,24 +31,24 @@ rm -f "$logs"/*.log "$logs"/*.rc
 failed=0
 all=
 
-# start NAME PROGRAM..: beside what follows. It may take as long as the slowest of them, on few cores.
-start() {
+# finish NAME PROGRAM..: leaves NAME.log and NAME.rc.
+finish() {
     name=$1
     shift
-    all="$all $name"
-    (
-        timeout "${GPU_TEST_LIMIT:-1800}" "$@" >"$logs/$name.log" 2>&1
-        echo $? >"$logs/$name.rc"
-    ) &
+    timeout "${GPU_TEST_LIMIT:-1800}" "$@" >"$logs/$name.log" 2>&1
+    echo $? >"$logs/$name.rc"
+}
+
+# start NAME PROGRAM..: beside what follows. It may take as long as the slowest of them, on few cores.
+start() {
+    all="$all $1"
+    finish "$@" &
 }
 
 # run NAME PROGRAM..: alone among those that are not beside.
 run() {
-    name=$1
-    shift
-    all="$all $name"
-    timeout "${GPU_TEST_LIMIT:-1800}" "$@" >"$logs/$name.log" 2>&1
-    echo $? >"$logs/$name.rc"
+    all="$all $1"
+    finish "$@"
 }
 
 # Shows what ended badly whole, of the others the last line.
